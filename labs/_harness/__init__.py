@@ -1,0 +1,1 @@
+"""Shared machinery of the labs; README.md beside this file maps the modules."""
