@@ -1,0 +1,214 @@
+"""Watch a kernel while Triton's CPU interpreter runs it.
+
+This is the one module that touches the interpreter's private parts. `observe(observer)` reports
+each launch, program, load, store and dot to the observer; `memory` (stray accesses) and `work`
+(bytes and FLOPs) are built on it. Where a Triton release has moved those parts, `unavailable()`
+says so and callers skip with that reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from labs._harness import runtime
+
+
+@dataclass
+class Launch:
+    """One kernel launch.
+
+    Attributes:
+        kernel: the kernel's name.
+        tensors: its tensor arguments by parameter name.
+        grid: programs along each axis.
+        program: (x, y, z) of the program that runs now.
+    """
+
+    kernel: str
+    tensors: dict[str, torch.Tensor]
+    grid: tuple[int, int, int]
+    program: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def programs(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    def tensor_at(self, address: int) -> str:
+        """Parameter name of the tensor that an address lies in, or "?"."""
+        for name, t in self.tensors.items():
+            if 0 <= address - t.data_ptr() < span(t) * t.element_size():
+                return name
+        return "?"
+
+
+def span(t: torch.Tensor) -> int:
+    """Elements from a tensor's first to past its last, gaps between its strides included."""
+    if t.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+class Observer:
+    """Override what you need. Addresses are uint64 arrays, one per lane, `mask` says which act."""
+
+    def launch(self, launch: Launch) -> None: ...
+
+    def program(self, launch: Launch) -> bool:
+        """Called before each program; False skips it."""
+        return True
+
+    def load(self, launch: Launch, address: np.ndarray, mask: np.ndarray, itemsize: int): ...
+
+    def store(self, launch: Launch, address: np.ndarray, mask: np.ndarray, itemsize: int): ...
+
+    def dot(self, launch: Launch, m: int, n: int, k: int) -> None: ...
+
+
+@dataclass
+class _State:
+    observers: list[Observer] = field(default_factory=list)
+    launch: Launch | None = None
+
+
+_state = _State()
+
+
+def unavailable() -> str | None:
+    """Why kernels cannot be watched here, or None if they can."""
+    here = runtime.setup()
+    if not here.has_triton:
+        return "Triton is not installed"
+    if not here.interpret:
+        return "kernels run on the GPU; watching them needs Triton's CPU interpreter"
+    try:
+        from triton.runtime import interpreter as ti
+
+        parts = (
+            ti._interpreter.load,
+            ti._interpreter.store,
+            ti.interpreter_builder.create_dot,
+            ti.interpreter_builder.set_grid_idx,
+            ti.GridExecutor.__call__,
+        )
+        fields = set(inspect.getfullargspec(ti.GridExecutor.__init__).args)
+    except (ImportError, AttributeError) as error:
+        return f"Triton {here.triton_version} has moved its interpreter's parts ({error})"
+    if not all(map(callable, parts)) or not {"fn", "arg_names", "grid"} <= fields:
+        return f"Triton {here.triton_version} has changed its interpreter's parts"
+    return None
+
+
+@contextlib.contextmanager
+def observe(*observers: Observer):
+    """Reports what kernels do to `observers` while the block runs. May be nested.
+
+    Raises:
+        RuntimeError: kernels cannot be watched here; the message is that of `unavailable`.
+    """
+    reason = unavailable()
+    if reason:
+        raise RuntimeError(reason)
+    outermost = not _state.observers
+    before = list(_state.observers)
+    _state.observers = before + list(observers)
+    with _patched() if outermost else contextlib.nullcontext():
+        try:
+            yield
+        finally:
+            _state.observers = before
+
+
+class _WatchedMemory:
+    """Stands in for the interpreter's memory functions; reports each access before it happens."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def load(self, address, mask, other, dtype):
+        _tell("load", address, mask, np.dtype(dtype).itemsize)
+        return self._inner.load(address, mask, other, dtype)
+
+    def store(self, address, value, mask):
+        _tell("store", address, mask, value.dtype.itemsize)
+        return self._inner.store(address, value, mask)
+
+    def atomic_rmw(self, op, address, value, mask, semantic):
+        _tell("load", address, mask, value.dtype.itemsize)
+        _tell("store", address, mask, value.dtype.itemsize)
+        return self._inner.atomic_rmw(op, address, value, mask, semantic)
+
+    def atomic_cas(self, address, expected, value, semantic):
+        mask = np.ones(address.shape, dtype=bool)
+        _tell("load", address, mask, value.dtype.itemsize)
+        _tell("store", address, mask, value.dtype.itemsize)
+        return self._inner.atomic_cas(address, expected, value, semantic)
+
+
+def _tell(event, address, mask, itemsize):
+    address = np.asarray(address)
+    mask = np.broadcast_to(np.asarray(mask), address.shape)
+    for observer in _state.observers:
+        getattr(observer, event)(_state.launch, address, mask, itemsize)
+
+
+class _WatchedKernel:
+    """Stands in for the kernel's function: asks the observers about each program, then runs it."""
+
+    def __init__(self, fn, launch, builder):
+        self.__signature__ = inspect.signature(fn)
+        self.__name__ = fn.__name__
+        self.__globals__ = fn.__globals__
+        self._fn, self._launch, self._builder = fn, launch, builder
+        self._announced = False
+
+    def __call__(self, *args, **kwargs):
+        launch = self._launch
+        launch.grid = tuple(int(n) for n in self._builder.grid_dim)
+        launch.program = tuple(int(i) for i in self._builder.grid_idx)
+        if not self._announced:
+            self._announced = True
+            for observer in _state.observers:
+                observer.launch(launch)
+        if all([observer.program(launch) for observer in _state.observers]):
+            self._fn(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _patched():
+    from triton.runtime import interpreter as ti
+
+    builder = ti.interpreter_builder
+    memory, call, dot = ti._interpreter, ti.GridExecutor.__call__, builder.create_dot
+
+    def watched_call(executor, *args, **kwargs):
+        named = {**dict(zip(executor.arg_names, args, strict=False)), **kwargs}
+        tensors = {name: t for name, t in named.items() if isinstance(t, torch.Tensor)}
+        fn, outer = executor.fn, _state.launch
+        launch = Launch(fn.__name__, tensors, (0, 0, 0))
+        _state.launch, executor.fn = launch, _WatchedKernel(fn, launch, builder)
+        try:
+            return call(executor, *args, **kwargs)
+        finally:
+            _state.launch, executor.fn = outer, fn
+
+    def watched_dot(a, b, *args, **kwargs):
+        *batch, m, k = a.data.shape
+        for observer in _state.observers:
+            observer.dot(_state.launch, m * int(np.prod(batch, dtype=int)), b.data.shape[-1], k)
+        return dot(a, b, *args, **kwargs)
+
+    ti._interpreter, ti.GridExecutor.__call__ = _WatchedMemory(memory), watched_call
+    builder.create_dot = watched_dot
+    try:
+        yield
+    finally:
+        ti._interpreter, ti.GridExecutor.__call__ = memory, call
+        del builder.create_dot

@@ -1,0 +1,160 @@
+"""Count work while real code runs: FLOPs, bytes moved, the largest tensor, peak memory.
+
+`count_kernels()` counts what Triton kernels load, store and multiply in the CPU interpreter;
+`count_torch()` counts what PyTorch operations allocate and multiply, on any device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from labs._harness import interpreter
+
+
+@dataclass
+class KernelWork(interpreter.Observer):
+    """What the kernels launched so far have done, in bytes and FLOPs.
+
+    Attributes:
+        launches: programs run, by kernel name.
+        loaded, stored: bytes of active lanes, by (kernel, tensor parameter). A byte read twice
+            counts twice: there is no cache in this count.
+        dot_flops: 2 M N K, summed over tl.dot calls.
+    """
+
+    launches: Counter = field(default_factory=Counter)
+    loaded: Counter = field(default_factory=Counter)
+    stored: Counter = field(default_factory=Counter)
+    dot_flops: int = 0
+
+    @property
+    def bytes_loaded(self) -> int:
+        return sum(self.loaded.values())
+
+    @property
+    def bytes_stored(self) -> int:
+        return sum(self.stored.values())
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.bytes_loaded + self.bytes_stored
+
+    def program(self, launch):
+        self.launches[launch.kernel] += 1
+        return True
+
+    def load(self, launch, address, mask, itemsize):
+        self._add(self.loaded, launch, address, mask, itemsize)
+
+    def store(self, launch, address, mask, itemsize):
+        self._add(self.stored, launch, address, mask, itemsize)
+
+    def dot(self, launch, m, n, k):
+        self.dot_flops += 2 * m * n * k
+
+    def _add(self, counter, launch, address, mask, itemsize):
+        lanes = int(mask.sum())
+        if lanes:
+            name = launch.tensor_at(int(address[mask].min()))
+            counter[launch.kernel, name] += lanes * itemsize
+
+
+@contextlib.contextmanager
+def count_kernels():
+    """Counts what Triton kernels do while the block runs; yields a KernelWork.
+
+    Raises:
+        RuntimeError: kernels cannot be watched here (see interpreter.unavailable).
+    """
+    work = KernelWork()
+    with interpreter.observe(work):
+        yield work
+
+
+class TorchWork(TorchDispatchMode):
+    """What PyTorch operations have done so far.
+
+    Attributes:
+        flops: of matrix products (torch.utils.flop_counter's formulas).
+        allocated: bytes of all tensors made, views not counted.
+        largest: bytes of the largest tensor made, and `largest_shape` its shape.
+        peak: most bytes alive at one time among the tensors made.
+        live: bytes alive now.
+        moved: bytes read and written, had every operation read its inputs and written its output.
+        calls: operations, by name.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+        self.allocated = 0
+        self.largest = 0
+        self.largest_shape: tuple[int, ...] = ()
+        self.live = 0
+        self.peak = 0
+        self.moved = 0
+        self.calls: Counter = Counter()
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = {_storage_key(t) for t in inputs}
+        result = func(*args, **kwargs)
+        packet = func._overloadpacket
+        self.calls[str(packet)] += 1
+        if packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        if not func.is_view:
+            writes = 0 if func._schema.is_mutable else sum(map(_nbytes, outputs))
+            if func._schema.is_mutable and inputs:
+                writes = _nbytes(inputs[0])
+            self.moved += sum(map(_nbytes, inputs)) + writes
+        for t in outputs:
+            if _storage_key(t) not in known:
+                self._made(t)
+        return result
+
+    def _made(self, t):
+        storage = t.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        size = storage.nbytes()
+        self._seen.add(key)
+        self.allocated += size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        if size > self.largest:
+            self.largest, self.largest_shape = size, tuple(t.shape)
+        weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key, size):
+        self._seen.discard(key)
+        self.live -= size
+
+
+def _storage_key(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _nbytes(t: torch.Tensor) -> int:
+    return math.prod(t.shape) * t.element_size()
+
+
+@contextlib.contextmanager
+def count_torch():
+    """Counts what PyTorch operations do while the block runs; yields a TorchWork."""
+    work = TorchWork()
+    with work:
+        yield work
