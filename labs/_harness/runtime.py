@@ -14,7 +14,13 @@ import os
 import sys
 from dataclasses import dataclass
 
-import torch
+try:
+    import torch
+
+    TORCH_ERROR = None if hasattr(torch, "cuda") else f"{torch!r} is not PyTorch"
+except (ImportError, OSError) as error:  # setup() reports it, so that `python -m labs doctor` can
+    torch = None
+    TORCH_ERROR = str(error).strip().split("\n")[0]
 
 MIN_CAPABILITY = (8, 0)  # below it Triton emits no tensor-core code, and bfloat16 does not compile
 
@@ -28,7 +34,9 @@ class Runtime:
         interpret: whether kernels run in Triton's CPU interpreter.
         triton_version: the installed version, or None where there is no Triton.
         reason: why, in a few words, for the pytest header and `python -m labs doctor`.
-        problem: what stops kernels from running at all and what to do about it, or None.
+        problem: what stops kernels from running at all and what to do about it, or None; the two
+            are parted by a semicolon.
+        asked: the user's own TRITON_INTERPRET, or None where the harness chose.
     """
 
     device: str
@@ -36,6 +44,7 @@ class Runtime:
     triton_version: str | None
     reason: str
     problem: str | None = None
+    asked: str | None = None
 
     @property
     def has_triton(self) -> bool:
@@ -87,38 +96,43 @@ def setup() -> Runtime:
     """
     version = _triton_version()
     asked = os.environ.get("TRITON_INTERPRET")
+    if TORCH_ERROR is not None:
+        problem = f"PyTorch does not import ({TORCH_ERROR}); see SETUP.md and reinstall torch"
+        return Runtime("cpu", True, version, "no PyTorch", problem, asked)
     usable, phrase = _usable_gpu()
-    if asked is not None:
+    if asked is None:
+        interpret = not usable
+    else:
         interpret = asked.strip().lower() in ("1", "true", "yes", "on", "y")
         if interpret:
             phrase = "TRITON_INTERPRET=1 is set"
         elif torch.cuda.is_available():
             phrase = f"{torch.cuda.get_device_name()} (TRITON_INTERPRET={asked} is set)"
-    else:
-        interpret = not usable
-        if version is not None and interpret:
-            # Triton's language modules are decorated at import: too late once they are loaded.
-            if "triton.language" in sys.modules:
-                return Runtime("cpu", True, version, phrase, problem=_TOO_EARLY)
-            os.environ["TRITON_INTERPRET"] = "1"
-    if interpret:
-        return Runtime("cpu", True, version, phrase)
-    if torch.cuda.is_available():
-        return Runtime("cuda", False, version, phrase)
-    return Runtime(
-        "cpu",
-        False,
-        version,
-        phrase,
-        problem=f"TRITON_INTERPRET={asked} turns the CPU interpreter off and there is no GPU; "
-        "unset it",
-    )
+    device, problem = "cpu" if interpret else "cuda", None
+    if not interpret and not torch.cuda.is_available():
+        device, problem = "cpu", _NO_GPU.format(asked)
+    elif version is not None and _loaded_to_interpret() not in (None, interpret):
+        problem = _TOO_EARLY.format("CPU interpreter" if interpret else "GPU compiler")
+    elif version is not None and interpret and asked is None:
+        os.environ["TRITON_INTERPRET"] = "1"
+    return Runtime(device, interpret, version, phrase, problem, asked)
+
+
+def _loaded_to_interpret() -> bool | None:
+    """Whether Triton's language was loaded for the interpreter; None where it is not loaded yet.
+
+    Triton decorates its own functions (tl.zeros and others) at import, by the TRITON_INTERPRET of
+    that moment. A later change reaches the kernels but not those, and fails deep inside a launch.
+    """
+    zeros = getattr(sys.modules.get("triton.language"), "zeros", None)
+    return None if zeros is None else type(zeros).__name__ == "InterpretedFunction"
 
 
 _TOO_EARLY = (
-    "Triton was imported before the labs could choose its CPU interpreter, and there is no GPU; "
-    "import labs before triton (or torch.testing), or set TRITON_INTERPRET=1, then restart Python"
+    "Triton was imported before the labs could choose its {}; import labs before triton (or "
+    "torch.testing), or set TRITON_INTERPRET before both, then restart Python"
 )
+_NO_GPU = "TRITON_INTERPRET={} turns the CPU interpreter off and there is no GPU; unset it"
 
 
 def check_launch(**tensors: torch.Tensor) -> None:
