@@ -55,6 +55,8 @@ class Runtime:
         """One line: where kernels run and why."""
         if not self.has_triton:
             return "nowhere: Triton is not installed (PyTorch parts only)"
+        if self.problem:
+            return f"nowhere: {self.problem}"
         if self.interpret:
             return f"Triton {self.triton_version} CPU interpreter ({self.reason})"
         return f"Triton {self.triton_version} on {self.reason}"
