@@ -115,11 +115,7 @@ class TorchWork(TorchDispatchMode):
         if packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
         outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        if not func.is_view:
-            writes = 0 if func._schema.is_mutable else sum(map(_nbytes, outputs))
-            if func._schema.is_mutable and inputs:
-                writes = _nbytes(inputs[0])
-            self.moved += sum(map(_nbytes, inputs)) + writes
+        self.moved += _bytes_moved(func, inputs, outputs, known)
         for t in outputs:
             if _storage_key(t) not in known:
                 self._made(t)
@@ -142,6 +138,28 @@ class TorchWork(TorchDispatchMode):
     def _freed(self, key, size):
         self._seen.discard(key)
         self.live -= size
+
+
+def _bytes_moved(func, inputs, outputs, known) -> int:
+    """Bytes that one operation reads and writes; `known` holds the storages of its inputs."""
+    name = func._overloadpacket.__name__
+    if func.is_view or "empty" in name or name == "set_":
+        return 0
+    if func._schema.is_mutable:
+        written = inputs[:1]
+    else:
+        written = [t for t in outputs if _storage_key(t) not in known]
+    if not written:  # _unsafe_view and its like: the output is an input
+        return 0
+    if name.endswith("_like") or name.startswith("new_"):
+        read = []
+    else:
+        read = inputs[1:] if name in _OVERWRITE else inputs
+    return sum(map(_nbytes, read)) + sum(map(_nbytes, written))
+
+
+# In-place operations that do not read what they overwrite.
+_OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
 
 
 def _storage_key(t: torch.Tensor) -> int:
