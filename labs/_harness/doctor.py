@@ -25,7 +25,7 @@ from labs._harness import runtime
 CU128 = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
 INSTALL = "pip install -e . -c .ci/constraints.txt"
 DTYPES = ("float32", "float16", "bfloat16")
-KERNELS = ("copy", "masked load", "dot")
+KERNELS = ("copy", "masked load", "loop", "dot")
 NO_BFLOAT16 = "not supported there (computed as raw integer bits)"
 
 
@@ -552,7 +552,7 @@ def run(args) -> int:
     if facts.torch is None or facts.triton is None or facts.shadows or facts.problem:
         print("\nself-test not run: kernels cannot run here", flush=True)
     else:
-        print("\nself-test (copy, masked load, dot)", flush=True)
+        print("\nself-test", flush=True)
         for result in self_test(facts, args.limit):
             results.append(result)
             state = "FAILED" if result.error else result.skipped or "ok"

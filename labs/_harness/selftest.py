@@ -1,4 +1,4 @@
-"""Known-good kernels for `python -m labs doctor`: copy, masked load, dot.
+"""Known-good kernels for `python -m labs doctor`: copy, masked load, loop, dot.
 
 Run as a program, in a child process, so that a crash is a report:
 
@@ -35,6 +35,16 @@ def _masked_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _loop_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    end = tl.minimum(n, (tl.program_id(0) + 1) * 3 * BLOCK)  # known only when the kernel runs
+    for start in range(0, end, BLOCK):
+        acc += tl.load(x_ptr + start + offs, mask=start + offs < n, other=0.0).to(tl.float32)
+    tl.store(y_ptr, tl.sum(acc))
+
+
+@triton.jit
 def _dot_kernel(a_ptr, b_ptr, c_ptr, BLOCK: tl.constexpr):
     rows = tl.arange(0, BLOCK)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
@@ -57,6 +67,13 @@ def _masked(dtype, device):
     return y, torch.where(torch.arange(16, device=device) < 11, x, -torch.ones_like(x))
 
 
+def _loop(dtype, device):
+    x = torch.arange(37, device=device).to(dtype)
+    y = torch.full((1,), float("nan"), dtype=torch.float32, device=device)
+    _loop_kernel[(1,)](x, y, 37, BLOCK=16)
+    return y, x.sum(dtype=torch.float32).reshape(1)
+
+
 def _dot(dtype, device):
     i = torch.arange(16, device=device)
     a = ((i[:, None] * 3 + i[None, :]) % 5 - 2).to(dtype)
@@ -66,7 +83,7 @@ def _dot(dtype, device):
     return c, (a.double().cpu() @ b.double().cpu()).float().to(device)
 
 
-KERNELS = {"copy": _copy, "masked load": _masked, "dot": _dot}
+KERNELS = {"copy": _copy, "masked load": _masked, "loop": _loop, "dot": _dot}
 
 
 def run_case(dtype_name: str, kernel: str, device: str) -> str | None:

@@ -1,0 +1,61 @@
+"""pytest options, hooks and fixtures of the labs; the work is done in labs/_harness."""
+
+from __future__ import annotations
+
+import pytest
+
+from labs import _impl
+from labs._harness import guard, isolate, oracle, runtime, steps
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("labs")
+    group.addoption(
+        "--impl",
+        default="exercise",
+        help='what to test: "exercise" (default), "solution", or the path of a .py file',
+    )
+    group.addoption(
+        "--step", type=int, action="append", help="only the tests of this step; may be repeated"
+    )
+    group.addoption(
+        "--seed", type=int, default=0, help="seed of the tests' random inputs (default 0)"
+    )
+
+
+def pytest_configure(config):
+    try:
+        _impl.set_default(config.getoption("impl"))
+    except _impl.LoadError as error:
+        raise pytest.UsageError(f"--impl: {error}") from None
+    config.pluginmanager.register(steps.Steps(config), "labs-steps")
+    config.pluginmanager.register(isolate.Isolation(config), "labs-isolation")
+
+
+def pytest_report_header(config):
+    return [
+        f"labs: testing {config.getoption('impl')}, seed {config.getoption('seed')}",
+        f"kernels: {runtime.setup().kernels_run_on}",
+        f"tests: {isolate.describe(config)}",
+    ]
+
+
+@pytest.fixture
+def impl(request) -> str:
+    """What is under test: "exercise", "solution", or a path."""
+    return request.config.getoption("impl")
+
+
+@pytest.fixture
+def device() -> str:
+    """Where tests put their tensors: "cuda" or "cpu"."""
+    return runtime.setup().device
+
+
+@pytest.fixture
+def lab(request):
+    """The lab's code under test, each call of it under guard. Loaded anew for each test."""
+    oracle.seed(request.config.getoption("seed"), request.node.nodeid)
+    limits = getattr(request.module, "ROW_LIMITS", {})
+    file = _impl.source_file(request.path)
+    return guard.Guarded(file, lambda: _impl.load(request.path), limits)

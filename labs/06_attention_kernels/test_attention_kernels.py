@@ -1,0 +1,732 @@
+"""Tests of lab 06. Run `pytest labs/06_attention_kernels`; `--step 2` runs one step's tests.
+
+`lab` is the code under test; each call of its functions runs under guard (labs/_harness/guard.py).
+`oracle` gives inputs and float64 results with their error budgets.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from labs._harness import memory, oracle, runtime
+
+STEPS = {
+    1: "online_softmax_stats",
+    2: "flash_attention_forward",
+    3: "flash_attention_backward",
+    4: "triton_softmax",
+    5: "triton_flash_attention",
+}
+
+# Most elements of a row that torch's softmax or logsumexp may see at a time, by function.
+ROW_LIMITS = {
+    "flash_attention_forward": "block_k",
+    "flash_attention_backward": "block_k",
+    "flash_attention": 16,
+    "triton_softmax": 0,
+    "triton_flash_attention": 0,
+}
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+INF = math.inf
+
+here = runtime.setup()
+needs_triton = pytest.mark.skipif(not here.has_triton, reason="Triton is not installed")
+interpreter_only = pytest.mark.skipif(
+    not here.interpret, reason="counted in Triton's CPU interpreter (TRITON_INTERPRET=1)"
+)
+kernel_dtypes = pytest.mark.parametrize(
+    "dtype",
+    [
+        F32,
+        F16,
+        pytest.param(
+            BF16,
+            marks=pytest.mark.skipif(
+                here.interpret, reason="the interpreter computes bfloat16 as raw integer bits"
+            ),
+        ),
+    ],
+    ids=str,
+)
+torch_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=str)
+causal_or_full = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+def step1(test):
+    return pytest.mark.step(1)(test)
+
+
+def step2(test):
+    return pytest.mark.step(2)(test)
+
+
+def step3(test):
+    return pytest.mark.step(3)(test)
+
+
+def step4(test):
+    return pytest.mark.step(4)(needs_triton(test))
+
+
+def step5(test):
+    return pytest.mark.step(5)(needs_triton(test))
+
+
+# ---------------------------------------------------------------- step 1
+
+
+def check_stats(lab, row, sizes):
+    blocks = row.split(sizes)
+    m, l = lab.online_softmax_stats(iter(blocks))
+    for expected, got in zip(oracle.softmax_stats(row, len(blocks)), (m, l), strict=True):
+        expected.check(got)
+
+
+@step1
+@torch_dtypes
+@pytest.mark.parametrize("sizes", [[1], [5], [16, 16], [7, 1, 13], [3] * 20], ids=str)
+def test_online_softmax_matches_logsumexp(lab, device, dtype, sizes):
+    row = oracle.inputs(sum(sizes), dtype=dtype, device=device) * 3
+    check_stats(lab, row, sizes)
+    if dtype == F64:
+        m, l = lab.online_softmax_stats(row.split(sizes))
+        assert torch.allclose(m + l.log(), row.logsumexp(0), rtol=0, atol=1e-12)
+
+
+@step1
+def test_online_softmax_worked_example(lab, device):
+    row = torch.tensor([0.0, 1.0, 2.0, -1.0], dtype=F64, device=device)
+    m, l = lab.online_softmax_stats([row[:2]])
+    assert (m.item(), round(l.item(), 4)) == (1.0, 1.3679), "after the first tile"
+    m, l = lab.online_softmax_stats([row[:2], row[2:]])
+    assert (m.item(), round(l.item(), 4)) == (2.0, 1.5530), "after both tiles"
+
+
+@step1
+def test_online_softmax_handles_growing_max(lab, device):
+    row = torch.tensor([-40.0, -39.5, 0.0, 3.0, 999.0, 1000.0], device=device)
+    check_stats(lab, row, [2, 2, 2])
+    check_stats(lab, row, [1] * 6)
+
+
+@step1
+def test_online_softmax_handles_shrinking_max_and_ties(lab, device):
+    check_stats(lab, torch.tensor([1000.0, 999.0, 3.0, 0.0, -40.0], device=device), [2, 2, 1])
+    check_stats(lab, torch.full((12,), 88.0, device=device), [5, 4, 3])
+
+
+@step1
+def test_online_softmax_minus_inf(lab, device):
+    row = torch.tensor([-INF, -INF, -INF, 2.0, -INF, 3.0], device=device)
+    check_stats(lab, row, [2, 2, 2])
+    check_stats(lab, row, [3, 3])
+    check_stats(lab, torch.full((4,), -INF, device=device), [1, 3])
+
+
+@step1
+def test_online_softmax_empty_blocks(lab, device):
+    row = oracle.inputs(6, device=device)
+    check_stats(lab, row, [0, 4, 0, 2, 0])
+    check_stats(lab, row[:0], [0])
+    with pytest.raises(ValueError, match="."):
+        lab.online_softmax_stats([])
+
+
+@step1
+def test_online_softmax_takes_a_generator_one_block_at_a_time(lab, device):
+    row = oracle.inputs(4096, device=device)
+    served = []
+
+    def blocks():
+        for start in range(0, 4096, 32):
+            served.append(start)
+            yield row[start : start + 32]
+
+    m, l = lab.online_softmax_stats(blocks())
+    for expected, got in zip(oracle.softmax_stats(row, 128), (m, l), strict=True):
+        expected.check(got)
+    assert len(served) == 128
+    assert lab.work.largest <= 4 * 32 * row.element_size(), (
+        f"one block of 32 numbers at a time: got a tensor of shape {lab.work.largest_shape}"
+    )
+
+
+@step1
+def test_online_softmax_shift_and_split(lab, device):
+    row = oracle.inputs(48, dtype=F64, device=device)
+    m, l = lab.online_softmax_stats(row.split(8))
+    m_shifted, l_shifted = lab.online_softmax_stats((row + 500.0).split(8))
+    assert m_shifted == (row + 500.0).max(), "m follows a shift of the row"
+    assert torch.allclose(l, l_shifted, rtol=1e-11, atol=0), "l does not depend on a shift"
+    for size in (1, 5, 48):
+        assert torch.allclose(lab.online_softmax_stats(row.split(size))[1], l, rtol=1e-12, atol=0)
+    assert m == row.max()
+
+
+# ---------------------------------------------------------------- step 2
+
+
+def check_forward(lab, q, k, v, causal=False, block_q=16, block_k=16):
+    got = lab.flash_attention_forward(q, k, v, causal=causal, block_q=block_q, block_k=block_k)
+    want = oracle.attention(q, k, v, causal, tiles=(block_q, block_k))
+    for expected, result in zip(want, got, strict=True):
+        expected.check(result)
+
+
+@step2
+@causal_or_full
+@pytest.mark.parametrize(
+    ("T", "block_q", "block_k"),
+    [(33, 7, 11), (33, 11, 7), (33, 16, 32), (33, 32, 16), (37, 1, 5), (32, 16, 16), (1, 16, 16)],
+)
+def test_flash_forward_matches_naive(lab, device, T, block_q, block_k, causal):
+    q, k, v = oracle.qkv(2, 3, T, 8, device=device)
+    check_forward(lab, q, k, v, causal, block_q, block_k)
+
+
+@step2
+@causal_or_full
+@torch_dtypes
+def test_flash_forward_dtypes(lab, device, dtype, causal):
+    check_forward(lab, *oracle.qkv(1, 2, 29, 16, dtype=dtype, device=device), causal, 8, 12)
+
+
+@step2
+@causal_or_full
+@pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal"])
+def test_flash_forward_score_ranges(lab, device, kind, causal):
+    check_forward(lab, *oracle.qkv(1, 2, 40, 16, kind=kind, device=device), causal, 8, 8)
+
+
+@step2
+def test_flash_forward_half_scores_do_not_overflow(lab, device):
+    q, k, v = oracle.qkv(1, 1, 20, 64, dtype=F16, device=device)
+    check_forward(lab, q * 60, k * 60, v)  # q.k before scaling passes 65,504
+
+
+@step2
+@pytest.mark.parametrize("D", [1, 3, 24, 100])
+def test_flash_forward_head_dims(lab, device, D):
+    check_forward(lab, *oracle.qkv(1, 2, 19, D, device=device), True, 8, 8)
+
+
+@step2
+@pytest.mark.parametrize(("T", "S"), [(1, 40), (40, 1), (13, 29), (29, 13), (16, 48)])
+def test_flash_forward_cross_attention_lengths(lab, device, T, S):
+    check_forward(lab, *oracle.qkv(2, 2, T, 8, S=S, device=device), False, 8, 16)
+    check_forward(lab, *oracle.qkv(2, 2, T, 8, S=S, device=device), False, 16, 7)
+
+
+@step2
+@pytest.mark.parametrize("layout", ["transposed", "strided"])
+def test_flash_forward_layouts(lab, device, layout):
+    q, k, v = oracle.qkv(2, 3, 21, 8, device=device, layout=layout)
+    check_forward(lab, q, k, v, True, 8, 8)
+    check_forward(lab, q.contiguous(), k.contiguous(), v, True, 8, 8)  # only V has other strides
+
+
+@step2
+def test_flash_forward_permuted_and_shifted_keys(lab, device):
+    q, k, v = oracle.qkv(1, 2, 24, 8, dtype=F64, device=device)
+    out, lse = lab.flash_attention_forward(q, k, v, block_q=8, block_k=8)
+    order = torch.randperm(24, device=device)
+    again, lse_again = lab.flash_attention_forward(
+        q, k[:, :, order], v[:, :, order], block_q=8, block_k=8
+    )
+    assert torch.allclose(out, again, atol=1e-12), "the order of keys must not matter"
+    assert torch.allclose(lse, lse_again, atol=1e-12)
+    u = oracle.inputs(8, dtype=F64, device=device)
+    shifted, lse_shifted = lab.flash_attention_forward(q, k + u, v, block_q=8, block_k=8)
+    assert torch.allclose(out, shifted, atol=1e-12), "one number added to a row's scores cancels"
+    assert torch.allclose(lse + q @ u / math.sqrt(8), lse_shifted, atol=1e-12), "and moves lse"
+
+
+@step2
+def test_flash_forward_halves_merge(lab, device):
+    q, k, v = oracle.qkv(1, 2, 24, 8, dtype=F64, device=device)
+    out, lse = lab.flash_attention_forward(q, k, v, block_q=8, block_k=8)
+    left = lab.flash_attention_forward(q, k[:, :, :10], v[:, :, :10], block_q=8, block_k=8)
+    right = lab.flash_attention_forward(q, k[:, :, 10:], v[:, :, 10:], block_q=8, block_k=8)
+    merged = torch.logaddexp(left[1], right[1])
+    both = sum(o * torch.exp(s - merged)[..., None] for o, s in (left, right))
+    assert torch.allclose(lse, merged, atol=1e-12), "lse must let two halves be merged"
+    assert torch.allclose(out, both, atol=1e-12)
+
+
+@step2
+def test_flash_forward_makes_no_score_matrix(lab, device):
+    B, H, T, D = 1, 2, 256, 8
+    q, k, v = oracle.qkv(B, H, T, D, device=device)
+    lab.flash_attention_forward(q, k, v, block_q=16, block_k=16)
+    assert lab.work.largest <= 1.5 * q.nbytes, (
+        f"nothing larger than q ({q.nbytes} bytes) is needed: got a tensor of shape "
+        f"{lab.work.largest_shape}, {lab.work.largest} bytes"
+    )
+    assert lab.work.peak <= 8 * q.nbytes, (
+        f"O(T D) memory: got {lab.work.peak} bytes alive at once, q has {q.nbytes}"
+    )
+
+
+@step2
+def test_flash_forward_causal_skips_tiles(lab, device):
+    q, k, v = oracle.qkv(1, 1, 128, 16, device=device)
+    lab.flash_attention_forward(q, k, v, causal=False, block_q=16, block_k=16)
+    full = lab.work
+    lab.flash_attention_forward(q, k, v, causal=True, block_q=16, block_k=16)
+    causal = lab.work
+    assert full.flops <= 1.05 * 4 * 128 * 128 * 16, "each tile of scores is computed once"
+    ratio = max(causal.flops / max(full.flops, 1), 0.8 * causal.allocated / full.allocated)
+    assert ratio <= 0.6, (
+        f"causal needs 36 of 64 tiles (0.56): got {ratio:.2f} of the work; "
+        "tiles right of the diagonal need not be visited"
+    )
+
+
+@step2
+def test_flash_forward_rejects(lab, device):
+    q, k, v = oracle.qkv(1, 1, 8, 4, device=device)
+    lab.flash_attention_forward(q, k, v)
+    check_rejects(lab.flash_attention_forward, q, k, v)
+    for block in (0, -1):
+        with pytest.raises(ValueError, match="block_q"):
+            lab.flash_attention_forward(q, k, v, block_q=block)
+        with pytest.raises(ValueError, match="block_k"):
+            lab.flash_attention_forward(q, k, v, block_k=block)
+    with pytest.raises(ValueError, match="T=8, S=6"):
+        lab.flash_attention_forward(q, k[:, :, :6], v[:, :, :6], causal=True)
+
+
+def check_rejects(attention, q, k, v):
+    """Shapes, dtypes and empty tensors that no attention function takes."""
+    bad = {
+        "rank": (q[0], k[0], v[0]),
+        "batch": (q, k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1)),
+        "heads": (q.repeat(1, 2, 1, 1), k, v),
+        "head dim": (q.repeat(1, 1, 1, 2), k, v),
+        "k and v lengths": (q, k, v[:, :, :4]),
+        "dtype": (q, k, v.double()),
+        "integers": (q.int(), k.int(), v.int()),
+        "no queries": (q[:, :, :0], k, v),
+        "no keys": (q, k[:, :, :0], v[:, :, :0]),
+        "device": (q, k.to("meta"), v.to("meta")),
+    }
+    for what, args in bad.items():
+        try:
+            attention(*args)
+        except ValueError as error:
+            assert "got" in str(error), f"{what}: the message says what it got: {error}"
+        else:
+            pytest.fail(f"bad {what} must be a ValueError")
+
+
+# ---------------------------------------------------------------- step 3
+
+
+def forward_results(q, k, v, causal):
+    """(out, lse) as a right forward gives them, so that this step does not lean on step 2."""
+    out, lse = oracle.attention(q, k, v, causal)
+    return out.value.to(out.dtype), lse.value.to(lse.dtype)
+
+
+def check_backward(lab, q, k, v, dout, causal=False, block_q=16, block_k=16):
+    out, lse = forward_results(q, k, v, causal)
+    got = lab.flash_attention_backward(
+        q, k, v, out, lse, dout, causal=causal, block_q=block_q, block_k=block_k
+    )
+    want = oracle.attention_gradients(q, k, v, dout, causal, tiles=(block_q, block_k))
+    for expected, result in zip(want, got, strict=True):
+        expected.check(result)
+
+
+@step3
+@causal_or_full
+@pytest.mark.parametrize(
+    ("T", "block_q", "block_k"),
+    [(33, 7, 11), (33, 11, 7), (37, 32, 16), (37, 16, 32), (20, 1, 5), (32, 16, 16), (1, 16, 16)],
+)
+def test_flash_backward_matches_autograd(lab, device, T, block_q, block_k, causal):
+    q, k, v = oracle.qkv(2, 2, T, 8, dtype=F64, device=device)
+    dout = oracle.inputs(2, 2, T, 8, dtype=F64, device=device)
+    check_backward(lab, q, k, v, dout, causal, block_q, block_k)
+    if T > 1:  # the oracle's formulas are the same as autograd's own
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        lab.naive_attention(*leaves, causal=causal).backward(dout)
+        for expected, x in zip(
+            oracle.attention_gradients(q, k, v, dout, causal), leaves, strict=True
+        ):
+            expected.check(x.grad)
+
+
+@step3
+@causal_or_full
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_flash_backward_dtypes(lab, device, dtype, causal):
+    q, k, v = oracle.qkv(1, 2, 29, 16, dtype=dtype, device=device)
+    dout = oracle.inputs(1, 2, 29, 16, dtype=dtype, device=device)
+    check_backward(lab, q, k, v, dout, causal, 8, 12)
+
+
+@step3
+@pytest.mark.parametrize(("T", "S"), [(13, 29), (29, 13), (1, 40), (40, 1)])
+def test_flash_backward_cross_attention_lengths(lab, device, T, S):
+    q, k, v = oracle.qkv(1, 2, T, 8, S=S, device=device)
+    check_backward(lab, q, k, v, oracle.inputs(1, 2, T, 8, device=device), False, 8, 16)
+    check_backward(lab, q, k, v, oracle.inputs(1, 2, T, 8, device=device), False, 16, 7)
+
+
+@step3
+@causal_or_full
+@pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal"])
+def test_flash_backward_score_ranges(lab, device, kind, causal):
+    q, k, v = oracle.qkv(1, 2, 40, 16, kind=kind, device=device)
+    check_backward(lab, q, k, v, oracle.inputs(1, 2, 40, 16, device=device), causal, 8, 8)
+
+
+@step3
+def test_flash_backward_reads_dout_through_its_strides(lab, device):
+    q, k, v = oracle.qkv(2, 2, 21, 8, device=device)
+    row = oracle.inputs(2, 2, 1, 8, device=device)
+    check_backward(lab, q, k, v, row.expand(2, 2, 21, 8), True, 8, 8)
+    check_backward(lab, q, k, v, torch.ones((), device=device).expand(2, 2, 21, 8), True, 8, 8)
+    for layout in ("transposed", "strided"):
+        dout = oracle.inputs(2, 2, 21, 8, device=device, layout=layout)
+        check_backward(lab, q, k, v, dout, True, 8, 8)
+        views = oracle.qkv(2, 2, 21, 8, device=device, layout=layout)
+        check_backward(lab, *views, dout, True, 8, 8)
+
+
+@step3
+def test_flash_backward_makes_no_score_matrix(lab, device):
+    q, k, v = oracle.qkv(1, 2, 256, 8, device=device)
+    out, lse = forward_results(q, k, v, False)
+    dout = oracle.inputs(1, 2, 256, 8, device=device)
+    lab.flash_attention_backward(q, k, v, out, lse, dout, block_q=16, block_k=16)
+    assert lab.work.largest <= 1.5 * q.nbytes, (
+        f"nothing larger than q ({q.nbytes} bytes) is needed: got a tensor of shape "
+        f"{lab.work.largest_shape}, {lab.work.largest} bytes"
+    )
+    assert lab.work.peak <= 12 * q.nbytes, (
+        f"O(T D) memory: got {lab.work.peak} bytes alive at once, q has {q.nbytes}"
+    )
+
+
+@step3
+def test_flash_backward_causal_skips_tiles(lab, device):
+    q, k, v = oracle.qkv(1, 1, 128, 16, device=device)
+    out, lse = forward_results(q, k, v, True)
+    dout = oracle.inputs(1, 1, 128, 16, device=device)
+    lab.flash_attention_backward(q, k, v, out, lse, dout, causal=False)
+    full = lab.work
+    lab.flash_attention_backward(q, k, v, out, lse, dout, causal=True)
+    causal = lab.work
+    assert full.flops <= 1.05 * 10 * 128 * 128 * 16, "five products of each tile, once"
+    ratio = max(causal.flops / max(full.flops, 1), 0.8 * causal.allocated / full.allocated)
+    assert ratio <= 0.6, (
+        f"causal needs 36 of 64 tiles (0.56): got {ratio:.2f} of the work; "
+        "query tiles above the diagonal need not be visited"
+    )
+
+
+@step3
+@causal_or_full
+def test_autograd_function_end_to_end(lab, device, causal):
+    leaves = [
+        x.requires_grad_() for x in oracle.qkv(2, 2, 33, 8, dtype=F64, device=device, kind="normal")
+    ]
+    dout = oracle.inputs(2, 2, 33, 8, dtype=F64, device=device)
+    out = lab.flash_attention(*leaves, causal=causal)
+    q, k, v = (x.detach() for x in leaves)
+    oracle.attention(q, k, v, causal)[0].check(out)
+    with lab.guarded("flash_attention's backward", row_limit=16, engine_calls=1):
+        got = torch.autograd.grad(out, leaves, dout)
+    for expected, result in zip(
+        oracle.attention_gradients(q, k, v, dout, causal), got, strict=True
+    ):
+        expected.check(result)
+
+
+@step3
+def test_autograd_function_saves_nothing_of_size_t_squared(lab, device):
+    leaves = [x.requires_grad_() for x in oracle.qkv(1, 1, 256, 4, device=device)]
+    out = lab.flash_attention(*leaves)
+    alive = lab.work.live
+    assert alive <= 4 * out.nbytes, (
+        f"out and lse are all that is kept beside q, k, v: got {alive} bytes alive after the "
+        f"forward, out has {out.nbytes}"
+    )
+    torch.autograd.grad(out.sum(), leaves)
+
+
+# ---------------------------------------------------------------- step 4
+
+
+@step4
+@kernel_dtypes
+@pytest.mark.parametrize("n_cols", [37, 128, 1000])
+def test_triton_softmax(lab, device, dtype, n_cols):
+    x = memory.fenced(oracle.inputs(5, n_cols, dtype=dtype, device=device) * 3)
+    oracle.softmax(x).check(lab.triton_softmax(x))
+
+
+@step4
+@pytest.mark.parametrize(("n_rows", "n_cols"), [(1, 1), (7, 1), (1, 2), (3, 65), (2, 4097)])
+def test_triton_softmax_shapes(lab, device, n_rows, n_cols):
+    x = memory.fenced(oracle.inputs(n_rows, n_cols, device=device))
+    oracle.softmax(x).check(lab.triton_softmax(x))
+
+
+@step4
+def test_triton_softmax_large_values(lab, device):
+    x = oracle.inputs(4, 50, device=device) * 300
+    x[1] += 1e4
+    x[2] -= 1e4
+    x[3] = 0.0
+    oracle.softmax(x).check(lab.triton_softmax(x))
+
+
+@step4
+def test_triton_softmax_row_strides(lab, device):
+    x = oracle.inputs(6, 40, device=device, layout="strided")
+    oracle.softmax(x).check(lab.triton_softmax(x))
+    wide = oracle.inputs(6, 100, device=device)
+    oracle.softmax(wide[::2, 30:70]).check(lab.triton_softmax(wide[::2, 30:70]))
+    row = oracle.inputs(1, 40, device=device).expand(6, 40)
+    oracle.softmax(row).check(lab.triton_softmax(row))
+    columns = oracle.inputs(40, 6, device=device).t()
+    oracle.softmax(columns).check(lab.triton_softmax(columns))
+
+
+@step4
+@kernel_dtypes
+def test_triton_softmax_rows_that_are_not_finite(lab, device, dtype):
+    x = oracle.inputs(6, 64, dtype=dtype, device=device)
+    x[0, 3] = INF
+    x[1, 5] = math.nan
+    x[2] = -INF
+    x[3, :40] = -INF
+    x[4, 9], x[4, 10] = INF, -INF
+    oracle.softmax(x).check(lab.triton_softmax(x))
+
+
+@step4
+@interpreter_only
+def test_triton_softmax_reads_and_writes_once(lab, device):
+    x = oracle.inputs(8, 100, device=device)
+    lab.triton_softmax(x)
+    work = lab.kernels
+    assert work.bytes_loaded == x.nbytes, (
+        f"each element is read once ({x.nbytes} bytes): got {work.bytes_loaded} bytes loaded"
+    )
+    assert work.bytes_stored == x.nbytes, (
+        f"each element is written once ({x.nbytes} bytes): got {work.bytes_stored} bytes stored"
+    )
+
+
+def far_rows(device, n_cols=40):
+    """(3, n_cols) float16 whose last row begins past element 2**31; little of it is real memory."""
+    stride = 2**30 + 64
+    try:
+        storage = torch.empty(2 * stride + n_cols, dtype=F16, device=device)
+    except RuntimeError as error:
+        pytest.skip(f"needs 4.3 GB of address space: {str(error)[:60]}")
+    x = storage.as_strided((3, n_cols), (stride, 1))
+    x.copy_(oracle.inputs(3, n_cols, dtype=F16, device=device))
+    return x
+
+
+@step4
+def test_triton_softmax_offsets_beyond_32_bits(lab, device):
+    x = far_rows(device)
+    oracle.softmax(x).check(lab.triton_softmax(x))
+
+
+@step4
+def test_triton_softmax_follows_its_input(lab, device):
+    x = oracle.inputs(3, 20, device=device)
+    first = lab.triton_softmax(x)
+    kept = first.clone()
+    x.copy_(oracle.inputs(3, 20, device=device))
+    oracle.softmax(x).check(lab.triton_softmax(x))
+    assert torch.equal(first, kept), "a second call must not write into the first one's result"
+
+
+@step4
+def test_triton_softmax_rejects(lab, device):
+    x = oracle.inputs(2, 8, device=device)
+    lab.triton_softmax(x)
+    for bad in (x[0], x[None], x[:0], x[:, :0], x.int(), x.double()):
+        with pytest.raises(ValueError, match="got"):
+            lab.triton_softmax(bad)
+    with pytest.raises(ValueError, match="65,?537"):
+        lab.triton_softmax(oracle.inputs(1, 65537, device=device))
+
+
+# ---------------------------------------------------------------- step 5
+
+
+def check_kernel(lab, q, k, v, causal=False, block_m=16, block_n=16):
+    got = lab.triton_flash_attention(q, k, v, causal=causal, block_m=block_m, block_n=block_n)
+    want = oracle.attention(q, k, v, causal, kernel=True, tiles=(block_m, block_n))
+    for expected, result in zip(want, got, strict=True):
+        expected.check(result)
+
+
+def fenced_qkv(*args, **kwargs):
+    return tuple(memory.fenced(x) for x in oracle.qkv(*args, **kwargs))
+
+
+@step5
+@causal_or_full
+@kernel_dtypes
+@pytest.mark.parametrize("T", [16, 37])
+def test_triton_flash_attention(lab, device, T, dtype, causal):
+    q, k, v = fenced_qkv(2, 2, T, 32, dtype=dtype, device=device)
+    out, lse = lab.triton_flash_attention(q, k, v, causal=causal)
+    assert lse.shape == (2, 2, T)
+    want = oracle.attention(q, k, v, causal, kernel=True, tiles=(16, 16))
+    want[0].check(out)
+    want[1].check(lse)
+
+
+@step5
+@causal_or_full
+@pytest.mark.parametrize(
+    ("T", "block_m", "block_n"),
+    [(1, 16, 16), (65, 32, 16), (65, 16, 32), (50, 64, 16), (97, 16, 64)],
+)
+def test_triton_flash_attention_tiles(lab, device, T, block_m, block_n, causal):
+    q, k, v = fenced_qkv(1, 2, T, 16, device=device)
+    check_kernel(lab, q, k, v, causal, block_m, block_n)
+
+
+@step5
+@pytest.mark.parametrize("D", [16, 64, 128, 256])
+def test_triton_flash_attention_head_dims(lab, device, D):
+    check_kernel(lab, *fenced_qkv(1, 2, 21, D, device=device), True)
+
+
+@step5
+@causal_or_full
+@pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal"])
+def test_triton_flash_attention_score_ranges(lab, device, kind, causal):
+    check_kernel(lab, *fenced_qkv(1, 2, 40, 32, kind=kind, device=device), causal)
+
+
+@step5
+@pytest.mark.parametrize("D", [32, 64])
+def test_triton_flash_attention_huge_equal_scores(lab, device, D):
+    # Scores near 1e11: exp(s - m) must be exactly 1, however s and m were rounded on the way.
+    dtype = F32 if here.interpret else BF16
+    x = torch.full((1, 1, 20, D), 133120.0, dtype=dtype, device=device)
+    out, lse = lab.triton_flash_attention(x, x, x)
+    assert torch.equal(out, x), f"equal scores weigh equally: want 133120, got {out[0, 0, 0, 0]}"
+    assert torch.isfinite(lse).all()
+
+
+@step5
+def test_triton_flash_attention_half_scores_do_not_overflow(lab, device):
+    q, k, v = fenced_qkv(1, 1, 20, 64, dtype=F16, device=device)
+    check_kernel(lab, q * 60, k * 60, v)  # q.k before scaling passes 65,504
+
+
+@step5
+@pytest.mark.parametrize("layout", ["transposed", "strided"])
+def test_triton_flash_attention_layouts(lab, device, layout):
+    q, k, v = oracle.qkv(2, 3, 21, 16, device=device, layout=layout)
+    check_kernel(lab, q, k, v, True)
+    check_kernel(lab, q.contiguous(), k.contiguous(), v, True)  # only V has other strides
+
+
+@step5
+@interpreter_only
+@causal_or_full
+@pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
+def test_triton_flash_attention_moves_few_bytes(lab, device, block_m, block_n, causal):
+    B, H, T, D = 1, 2, 100, 16
+    q, k, v = oracle.qkv(B, H, T, D, device=device)
+    lab.triton_flash_attention(q, k, v, causal=causal, block_m=block_m, block_n=block_n)
+    work, row = lab.kernels, D * q.element_size()
+    keys = flops = 0
+    for start in range(0, T, block_m):
+        seen = min(start + block_m, T) if causal else T
+        tiles = math.ceil(seen / block_n)
+        keys += min(tiles * block_n, T)
+        flops += tiles * 4 * block_m * block_n * D
+    want = B * H * (T + 2 * keys) * row
+    assert work.bytes_loaded <= want, (
+        f"q once, and for each query tile the key and value tiles it sees: {want} bytes; "
+        f"got {work.bytes_loaded} loaded"
+    )
+    assert work.dot_flops <= B * H * flops, (
+        f"two products a visited tile: {B * H * flops} FLOPs; got {work.dot_flops}"
+    )
+    stored = B * H * T * (row + 4)
+    assert work.bytes_stored == stored, (
+        f"out and lse are written once: {stored} bytes; got {work.bytes_stored}"
+    )
+
+
+@step5
+def test_triton_flash_attention_offsets_beyond_32_bits(lab, device):
+    B, H, T, D = 5, 13107, 130, 256
+    try:
+        x = torch.empty(B, H, T, D, dtype=F16, device=device)
+    except RuntimeError as error:
+        pytest.skip(f"needs 8.6 GB of address space: {str(error)[:60]}")
+    if here.interpret:
+        q, k, v = (oracle.inputs(1, 1, T, D, dtype=F16, device=device) for _ in range(3))
+        # One storage serves for all three; only its last head is real memory.
+        x[-1:, -1:] = q
+        with lab.last_program_only():
+            out, lse = lab.triton_flash_attention(x, x, x, block_m=128, block_n=128)
+        rows = slice(128, T)
+        q = k = v = q
+    else:
+        x.normal_()
+        out, lse = lab.triton_flash_attention(x, x, x, block_m=64, block_n=64)
+        q = k = v = x[-1:, -1:]
+        rows = slice(0, T)
+    want_out, want_lse = oracle.attention(q, k, v, kernel=True)
+    want_out.value, want_lse.value = want_out.value[:, :, rows], want_lse.value[:, :, rows]
+    want_out.check(out[-1:, -1:, rows])
+    want_lse.check(lse[-1:, -1:, rows])
+
+
+@step5
+def test_triton_flash_attention_follows_its_input(lab, device):
+    q, k, v = oracle.qkv(1, 1, 20, 16, device=device)
+    out, lse = lab.triton_flash_attention(q, k, v)
+    kept = out.clone(), lse.clone()
+    for x in (q, k, v):
+        x.copy_(oracle.inputs(1, 1, 20, 16, device=device))
+    check_kernel(lab, q, k, v)
+    assert torch.equal(out, kept[0]), "a second call must not write into the first one's result"
+    assert torch.equal(lse, kept[1]), "a second call must not write into the first one's result"
+
+
+@step5
+def test_triton_flash_attention_rejects(lab, device):
+    q, k, v = oracle.qkv(1, 1, 8, 16, device=device)
+    lab.triton_flash_attention(q, k, v)
+    check_rejects(lab.triton_flash_attention, q, k, v)
+    with pytest.raises(ValueError, match="float64"):
+        lab.triton_flash_attention(q.double(), k.double(), v.double())
+    with pytest.raises(ValueError, match="12"):
+        lab.triton_flash_attention(*(x[..., :12] for x in (q, k, v)))
+    with pytest.raises(ValueError, match="one shape"):
+        lab.triton_flash_attention(q, k[:, :, :4], v[:, :, :4])
+    for block in (0, 7, 8, 24):
+        with pytest.raises(ValueError, match="block_m"):
+            lab.triton_flash_attention(q, k, v, block_m=block)
+        with pytest.raises(ValueError, match="block_n"):
+            lab.triton_flash_attention(q, k, v, block_n=block)
+    many = q[:1, :1, :1].expand(70_000, 1, 1, 16)
+    with pytest.raises(ValueError, match="65,535"):
+        lab.triton_flash_attention(many, many, many)
+    if here.interpret:
+        with pytest.raises(ValueError, match="bfloat16"):
+            lab.triton_flash_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())

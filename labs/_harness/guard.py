@@ -1,0 +1,230 @@
+"""What a submission may not do, and what is watched while it runs.
+
+This keeps people from fooling themselves. It is not a sandbox: it does not stop code that sets out
+to get around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from labs._harness import interpreter, memory, oracle, work
+
+
+class Finding(AssertionError):
+    """A submission did what the lab rules out; the message says what and why."""
+
+
+class _Watch(work.TorchWork):
+    """Counts PyTorch's work and notes what is not allowed."""
+
+    def __init__(self, row_limit: int | None):
+        super().__init__()
+        self.row_limit = row_limit
+        self.findings: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._overloadpacket._qualified_op_name
+        if "attention" in name:
+            self.findings.append(f"calls PyTorch's own attention ({name}): write it yourself")
+        if any(word in name for word in ("softmax", "logsumexp")) and self.row_limit is not None:
+            length = _reduced_length(args)
+            if length > self.row_limit:
+                self.findings.append(
+                    f"calls {name} over {length} elements of a row; this function sees at most "
+                    f"{self.row_limit} of them at a time"
+                )
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _reduced_length(args) -> int:
+    """Elements that softmax(x, dim, ...) or logsumexp(x, dims, ...) reduces over."""
+    x, dims = args[0], args[1] if len(args) > 1 else -1
+    length = 1
+    for dim in [dims] if isinstance(dims, int) else dims:
+        length *= x.shape[dim] if x.dim() else 1
+    return length
+
+
+class Guarded:
+    """A lab's module whose functions run under guard.
+
+    A call raises Finding when it does what is ruled out, StrayAccess when a kernel leaves its
+    tensors, and else returns what the function returns. Afterwards `work` and `kernels` hold what
+    that last call did.
+
+    Attributes:
+        row_limits: function name -> most elements of a row that torch's softmax or logsumexp may
+            see in it: a number, or the name of the argument that says. Others may see any number.
+        work: TorchWork of the last call.
+        kernels: KernelWork of the last call; None where kernels cannot be watched.
+    """
+
+    def __init__(self, file: Path, load, row_limits: dict[str, int | str] | None = None):
+        self._file = file
+        self.row_limits = row_limits or {}
+        self.work: work.TorchWork | None = None
+        self.kernels: work.KernelWork | None = None
+        self._last_program_only = False
+        with self._reading():
+            self._module = load()
+
+    def __getattr__(self, name):
+        value = getattr(self._module, name)
+        if not inspect.isfunction(value):
+            return value
+
+        @functools.wraps(value)
+        def call(*args, **kwargs):
+            with self.guarded(name, self._row_limit(value, args, kwargs), inputs=(args, kwargs)):
+                return value(*args, **kwargs)
+
+        return call
+
+    def _row_limit(self, function, args, kwargs) -> int | None:
+        limit = self.row_limits.get(function.__name__)
+        if isinstance(limit, str):
+            try:
+                bound = inspect.signature(function).bind(*args, **kwargs)
+            except TypeError:
+                return None  # the call itself will say what is wrong with the arguments
+            bound.apply_defaults()
+            limit = bound.arguments.get(limit)
+        return limit
+
+    @contextlib.contextmanager
+    def guarded(self, name: str, row_limit: int | None = None, inputs=(), engine_calls: int = 0):
+        """Watches the block as a call of `name`.
+
+        Args:
+            name: what to call it in messages.
+            row_limit: see the class.
+            inputs: anything holding tensors that the block must not modify.
+            engine_calls: how often the block may start the autograd engine.
+        """
+        tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+        before = [t.detach().clone() if t.numel() < 1 << 24 else None for t in tensors]
+        watch, access, kernels = _Watch(row_limit), memory.AccessCheck(), work.KernelWork()
+        self.work, self.kernels = watch, None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._reading())
+            if self._last_program_only:
+                stack.enter_context(interpreter.observe(memory.LastProgramOnly()))
+            else:
+                stack.enter_context(memory.poisoned_empty())
+            stack.enter_context(_engine(watch, engine_calls))
+            if interpreter.unavailable() is None:
+                self.kernels = kernels
+                stack.enter_context(interpreter.observe(kernels, access))
+            stack.enter_context(watch)
+            yield
+        findings = access.findings + watch.findings
+        for number, (t, old) in enumerate(zip(tensors, before, strict=True)):
+            if old is not None and not _same(t.detach(), old):
+                findings.append(f"modifies its input number {number} (shape {tuple(t.shape)})")
+        if _harness_code() != _HARNESS_CODE:
+            findings.append("changes the code that checks it (labs._harness)")
+        if findings:
+            raise Finding(f"{name}: {findings[0]}")
+
+    @contextlib.contextmanager
+    def last_program_only(self):
+        """Within the block kernels run their last program only, and outputs stay lazily allocated.
+
+        So offsets beyond 2**31 are reached without the memory and the time of getting there.
+        """
+        self._last_program_only = True
+        try:
+            yield
+        finally:
+            self._last_program_only = False
+
+    @contextlib.contextmanager
+    def _reading(self):
+        """Refuses to open solution.py (or its compiled form) for any other implementation."""
+        if self._file.name == "solution.py":
+            yield
+            return
+        _install_audit_hook()
+        before, _audit.watching = _audit.watching, True
+        try:
+            yield
+        finally:
+            _audit.watching = before
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_floating_point():
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a, b)
+
+
+@contextlib.contextmanager
+def _engine(watch: _Watch, allowed: int):
+    """Notes each start of the autograd engine beyond `allowed`."""
+    inner = torch.autograd._engine_run_backward
+    starts = 0
+
+    def run(*args, **kwargs):
+        nonlocal starts
+        starts += 1
+        if starts > allowed:
+            watch.findings.append("calls autograd: the gradients are yours to write")
+        return inner(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = inner
+
+
+class _Audit:
+    installed = False
+    watching = False
+
+
+_audit = _Audit()
+
+
+def _install_audit_hook():
+    if _audit.installed:
+        return
+    _audit.installed = True  # an audit hook cannot be removed; `watching` turns it off
+
+    def hook(event, args):
+        if event != "open" or not _audit.watching or not isinstance(args[0], str):
+            return
+        path = Path(args[0])
+        if path.name == "solution.py" or (
+            path.parent.name == "__pycache__" and path.name.startswith("solution.")
+        ):
+            raise Finding(f"opens {path.name}, the reference: write your own")
+
+    sys.addaudithook(hook)
+
+
+def _harness_code() -> dict[str, object]:
+    """Every function of the modules that judge, by name: what a submission must leave alone."""
+    code = {}
+    for module in (oracle, memory, work, interpreter):
+        for name, value in vars(module).items():
+            if inspect.isfunction(value) or inspect.isclass(value):
+                code[f"{module.__name__}.{name}"] = value
+            if inspect.isfunction(value):
+                code[f"{module.__name__}.{name}.code"] = value.__code__
+            elif inspect.isclass(value) and value.__module__ == module.__name__:
+                for method, function in vars(value).items():
+                    if inspect.isfunction(function):
+                        code[f"{module.__name__}.{name}.{method}"] = function.__code__
+    return code
+
+
+_HARNESS_CODE = _harness_code()

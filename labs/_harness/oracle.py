@@ -1,0 +1,347 @@
+"""Inputs, float64 references and error budgets: what is right, and how close is close enough.
+
+A result passes when its largest error against float64 is at most twice that of plain PyTorch
+computed in float32 and rounded to the output's dtype, plus what a right solution may add by
+ordering its sums otherwise and by rounding once more: 4 units in the last place of the output,
+times the largest sum of absolute terms in the float64 formula, and the same in the precision that
+the scores are computed in, times the largest score's own sum of absolute terms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from labs._harness import runtime
+
+TF32_EPS = 2.0**-10  # spacing of the 10 mantissa bits that tensor cores keep of a float32 operand
+
+
+class Mismatch(AssertionError):
+    """A result that is not what float64 says; the message says where and how far off."""
+
+
+def seed(number: int, name: str) -> None:
+    """Seeds torch's generator from the run's seed and a test's name."""
+    digest = hashlib.sha256(f"{number}:{name}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def eps(dtype: torch.dtype) -> float:
+    """Distance from 1 to the next number of a floating-point dtype."""
+    return torch.finfo(dtype).eps
+
+
+def tf32(x: torch.Tensor) -> torch.Tensor:
+    """float32 rounded to the nearest number with 10 mantissa bits, as tensor cores read it."""
+    bits = x.float().contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@dataclass
+class Expected:
+    """A float64 result and how far from it a right solution may be.
+
+    Attributes:
+        name: what to call it in messages.
+        value: float64.
+        budget: largest absolute error allowed.
+        dtype: the dtype that the result must have.
+        axes: a letter for each dimension, for messages ("BHTD").
+        tiles: axis letter -> rows of a tile along it, for messages.
+        causal: whether a causal diagonal could explain errors.
+    """
+
+    name: str
+    value: torch.Tensor
+    budget: float
+    dtype: torch.dtype
+    axes: str = ""
+    tiles: dict[str, int] = field(default_factory=dict)
+    causal: bool = False
+
+    def check(self, got: torch.Tensor) -> None:
+        """Raises Mismatch unless `got` has this shape and dtype and lies within the budget."""
+        if not isinstance(got, torch.Tensor):
+            raise Mismatch(f"{self.name}: want a tensor, got {type(got).__name__}")
+        if tuple(got.shape) != tuple(self.value.shape):
+            raise Mismatch(
+                f"{self.name}: want shape {tuple(self.value.shape)}, got {tuple(got.shape)}"
+            )
+        if got.dtype != self.dtype:
+            raise Mismatch(f"{self.name}: want dtype {self.dtype}, got {got.dtype}")
+        if got.device != self.value.device:
+            raise Mismatch(f"{self.name}: want it on {self.value.device}, got {got.device}")
+        if not math.isfinite(self.budget):
+            raise RuntimeError(f"{self.name}: the test's own budget is {self.budget}")
+        error = (got.detach().double() - self.value).abs()
+        same = (got.detach().double() == self.value) | (got.isnan() & self.value.isnan())
+        error = torch.where(same, 0.0, error)  # equal infinities, and NaN where NaN is right
+        wrong = ~(error <= self.budget)  # NaN counts as wrong
+        if wrong.any():
+            raise Mismatch("\n".join(self._describe(got.detach(), error, wrong)))
+
+    def _describe(self, got, error, wrong) -> list[str]:
+        nan = got.isnan() & ~self.value.isnan()
+        count, total = int(wrong.sum()), wrong.numel()
+        lines = [
+            f"{self.name} {tuple(got.shape)} {str(got.dtype).removeprefix('torch.')}: "
+            f"{count} of {total} values wrong, {int(nan.sum()) or 'none'} of them NaN"
+        ]
+        ranked = torch.where(error.isnan(), torch.inf, error)
+        flat = int(ranked.argmax())
+        worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), wrong.shape))
+        index = ", ".join(map(str, worst))
+        lines.append(
+            f"  worst at [{index}]: got {float(got[worst]):.6g}, want "
+            f"{float(self.value[worst]):.6g}; error {float(error[worst]):.2g}, "
+            f"budget {self.budget:.2g}"
+        )
+        lines += [f"  {line}" for line in self._pattern(wrong)]
+        return lines
+
+    def _pattern(self, wrong) -> list[str]:
+        """Which heads, rows and columns are wrong, where that is not simply all of them."""
+        lines = []
+        for axis, letter in enumerate(self.axes[: wrong.dim()]):
+            size = wrong.shape[axis]
+            other = [a for a in range(wrong.dim()) if a != axis]
+            bad = wrong.any(dim=other) if other else wrong
+            places = bad.nonzero().flatten().tolist()
+            if size == 1 or len(places) == size:
+                continue
+            first, last = places[0], places[-1]
+            run = len(places) == last - first + 1
+            what = _AXIS_NAMES.get(letter, letter)
+            where = f"{first}" if first == last else f"{first} to {last}"
+            if not run:
+                where = f"{len(places)} of {size}, from {where}"
+            lines.append(f"wrong along {what}: {where}{self._tile_note(letter, size, first, last)}")
+        if not lines and bool(wrong.all()):
+            lines.append("every value is wrong: look at the scale, the base or the formula first")
+        return lines
+
+    def _tile_note(self, letter, size, first, last) -> str:
+        tile = self.tiles.get(letter)
+        if not tile:
+            return ""
+        start_of_last = (size - 1) // tile * tile
+        if size % tile and first >= start_of_last:
+            return f" (only the last, ragged tile of {tile})"
+        if first == tile and last == size - 1:
+            return f" (all but the first tile of {tile}: is the state rescaled as tiles arrive?)"
+        if last < start_of_last and first == 0 and last == start_of_last - 1 and size % tile:
+            return f" (all but the last, ragged tile of {tile})"
+        other = {k: n for k, n in self.tiles.items() if k != letter}
+        for n in other.values():
+            if first == n and last == size - 1 and self.causal:
+                return f" (all rows that need more than the first tile of {n} keys)"
+        return ""
+
+
+_AXIS_NAMES = {
+    "B": "batch",
+    "H": "heads",
+    "T": "query rows",
+    "S": "key rows",
+    "D": "head dim",
+    "R": "rows",
+    "C": "columns",
+}
+
+
+def softmax_stats(row: torch.Tensor, blocks: int) -> tuple[Expected, Expected]:
+    """Maximum and sum of exponentials of one row.
+
+    Args:
+        row: (N,) floating point.
+        blocks: how many blocks it arrives in; each may rescale and round the sum once.
+
+    Returns:
+        Expected m and l, 0-dim, in the dtype of the row.
+    """
+    x = row.double()
+    m = x.max() if x.numel() else x.new_full((), -math.inf)
+    l = x.new_zeros(()) if m == -math.inf else torch.exp(x - m).sum()
+    budget = 2 * (blocks + 2) * eps(row.dtype) * max(1.0, float(l))
+    return Expected("m", m, 0.0, row.dtype), Expected("l", l, budget, row.dtype)
+
+
+def softmax(x: torch.Tensor) -> Expected:
+    """Softmax over the last axis of x (R, C), in the dtype of x."""
+    want = x.double().softmax(dim=-1)
+    base = x.float().softmax(dim=-1).to(x.dtype)
+    error = (base.double() - want).abs().nan_to_num(0.0).max()
+    terms = want.nan_to_num(0.0).max()
+    return Expected("softmax", want, float(2 * error + 4 * eps(x.dtype) * terms), x.dtype, "RC")
+
+
+def _forward(q, k, v, causal, dtype, rounded=lambda x: x):
+    """(out, lse, p) by the plain formula in `dtype`; `rounded` acts on operands of products."""
+    q, k, v = (rounded(t.to(dtype)) for t in (q, k, v))
+    s = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if causal:
+        s = s.masked_fill(_future(s), -math.inf)
+    lse = s.logsumexp(dim=-1)
+    p = torch.exp(s - lse[..., None])
+    return rounded(p) @ v, lse, p
+
+
+def _future(s):
+    return torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
+
+
+def _score_terms(q, k, causal) -> float:
+    """Largest sum of absolute terms of one visible score."""
+    s = q.double().abs() @ k.double().abs().transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if causal:
+        s = s.masked_fill(_future(s), 0.0)
+    return float(s.max())
+
+
+def _precision(q, kernel: bool):
+    """(dtype of plain PyTorch, eps of the scores, rounding of product operands)."""
+    if q.dtype == torch.float64:
+        return torch.float64, eps(torch.float64), lambda x: x
+    if kernel and q.dtype == torch.float32 and runtime.setup().device == "cuda":
+        return torch.float32, TF32_EPS, tf32
+    return torch.float32, eps(torch.float32), lambda x: x
+
+
+def attention(q, k, v, causal=False, kernel=False, tiles=None) -> tuple[Expected, Expected]:
+    """Attention's output and log-sum-exp.
+
+    Args:
+        q: (B, H, T, D) floating point.
+        k, v: (B, H, S, D).
+        causal: query i sees keys 0 to i only.
+        kernel: whether a Triton kernel computes it, which may use TF32 for float32 on a GPU.
+        tiles: (block_q, block_k), for messages.
+
+    Returns:
+        Expected out (B, H, T, D) in the dtype of q, and lse (B, H, T) in float32 (float64 for
+        float64 inputs).
+    """
+    want, lse, p = _forward(q, k, v, causal, torch.float64)
+    plain, score_eps, rounded = _precision(q, kernel)
+    base, base_lse, _ = _forward(q, k, v, causal, plain, rounded)
+    error = (base.to(q.dtype).double() - want).abs().max()
+    terms = float((p @ v.double().abs()).max())
+    scores = _score_terms(q, k, causal)
+    budget = 2 * error + 4 * (eps(q.dtype) + score_eps * (1 + scores)) * terms
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    error = (base_lse.double() - lse).abs().max()
+    lse_budget = 2 * error + 4 * (
+        eps(lse_dtype) * (1 + float(lse.abs().max())) + score_eps * scores
+    )
+    tiles = dict(zip("TS", tiles, strict=True)) if tiles else {}
+    return (
+        Expected("out", want, float(budget), q.dtype, "BHTD", tiles, causal),
+        Expected("lse", lse, float(lse_budget), lse_dtype, "BHT", tiles, causal),
+    )
+
+
+def attention_gradients(
+    q, k, v, dout, causal=False, kernel=False, tiles=None
+) -> tuple[Expected, Expected, Expected]:
+    """Gradients of attention with respect to q, k and v.
+
+    Args:
+        q, k, v, causal, kernel, tiles: as in `attention`.
+        dout: (B, H, T, D), gradient of the loss with respect to the output.
+
+    Returns:
+        Expected dq, dk, dv in the shapes and dtype of q, k, v.
+    """
+    plain, score_eps, rounded = _precision(q, kernel)
+    want = _gradients(q, k, v, dout, causal, torch.float64)
+    base = _gradients(q, k, v, dout, causal, plain, rounded)
+    terms = _gradient_terms(q, k, v, dout, causal)
+    scores = _score_terms(q, k, causal)
+    tiles = dict(zip("TS", tiles, strict=True)) if tiles else {}
+    result = []
+    for name, axes, w, b, t in zip(
+        ("dq", "dk", "dv"), ("BHTD", "BHSD", "BHSD"), want, base, terms, strict=True
+    ):
+        error = (b.to(q.dtype).double() - w).abs().max()
+        budget = 2 * error + 4 * (eps(q.dtype) + score_eps * (1 + scores)) * t
+        result.append(Expected(name, w, float(budget), q.dtype, axes, tiles, causal))
+    return tuple(result)
+
+
+def _gradients(q, k, v, dout, causal, dtype, rounded=lambda x: x):
+    scale = 1 / math.sqrt(q.shape[-1])
+    _, _, p = _forward(q, k, v, causal, dtype, rounded)
+    q, k, v, dout = (rounded(t.to(dtype)) for t in (q, k, v, dout))
+    dv = rounded(p).transpose(-2, -1) @ dout
+    dp = dout @ v.transpose(-2, -1)
+    ds = rounded(p * (dp - (p * dp).sum(dim=-1, keepdim=True)))
+    return ds @ k * scale, ds.transpose(-2, -1) @ q * scale, dv
+
+
+def _gradient_terms(q, k, v, dout, causal) -> tuple[float, float, float]:
+    """Largest sum of absolute terms in the formulas of dq, dk and dv."""
+    scale = 1 / math.sqrt(q.shape[-1])
+    _, _, p = _forward(q, k, v, causal, torch.float64)
+    q, k, v, dout = (t.double().abs() for t in (q, k, v, dout))
+    dp = dout @ v.transpose(-2, -1)
+    ds = p * (dp + (dout * (p @ v)).sum(dim=-1, keepdim=True))
+    return (
+        float((ds @ k).max()) * scale,
+        float((ds.transpose(-2, -1) @ q).max()) * scale,
+        float((p.transpose(-2, -1) @ dout).max()),
+    )
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def inputs(*shape, dtype=torch.float32, device="cpu", layout="contiguous") -> torch.Tensor:
+    """Standard normal numbers, drawn in float64 so that every dtype sees the same ones.
+
+    Args:
+        layout: "contiguous"; "transposed", the last two of (B, H, T, D) axes H and T swapped in
+            memory as a (B, T, H, D) tensor's view has them; or "strided", rows with gaps.
+    """
+    x = torch.randn(*shape, dtype=torch.float64).to(device=device, dtype=dtype)
+    return _laid_out(x, layout)
+
+
+def qkv(B, H, T, D, S=None, dtype=torch.float32, device="cpu", kind="normal", layout="contiguous"):
+    """q (B, H, T, D), k and v (B, H, S, D) that make a chosen kind of scores.
+
+    Args:
+        kind: "normal"; "large", scores of some hundreds; "growing" or "shrinking", scores that rise
+            or fall along the keys, so that the running maximum changes at each tile or never;
+            "equal", all scores of a row the same.
+    """
+    S = T if S is None else S
+    q, k = inputs(B, H, T, D), inputs(B, H, S, D)
+    v = inputs(B, H, S, D, dtype=dtype, device=device, layout=layout)
+    if kind == "large":
+        q, k = q * 12, k * 12
+    elif kind in ("growing", "shrinking"):
+        ramp = torch.linspace(-1, 1, S)[:, None] * (1 if kind == "growing" else -1)
+        q, k = q * 0.3, k * 0.3
+        q[..., :1] = 6.0 * math.sqrt(D)
+        k[..., :1] = ramp * 5.0
+    elif kind == "equal":
+        k = k[:, :, :1].expand(B, H, S, D).clone()
+    elif kind != "normal":
+        raise ValueError(f"unknown kind {kind!r}")
+    q, k = (_laid_out(t.to(device=device, dtype=dtype), layout) for t in (q, k))
+    return q, k, v
+
+
+def _laid_out(x, layout):
+    """The same numbers with other strides; gaps hold NaN."""
+    if layout == "contiguous":
+        return x.contiguous()
+    if layout == "transposed":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 3), math.nan)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]

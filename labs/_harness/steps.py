@@ -1,0 +1,316 @@
+"""Steps of a lab: what each test belongs to, the board after a run, and short failures.
+
+A lab declares STEPS = {1: "function", ...} once, in its test module, and marks its tests with
+@pytest.mark.step(n). An unwritten step reports itself with the text of `UNWRITTEN`, wherever it is
+raised: in Python, inside a kernel in the interpreter, or by the GPU compiler.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from labs._impl import LABS, ROOT, LoadError, default_impl, labs, source_file
+
+UNWRITTEN = re.compile(r"lab (\d+) step (\d+): write (\w+)")
+CACHE_KEY = "labs/board"
+SHOWN_IN_FULL = 3  # failures of one step; the rest get a line each
+
+# What a test of a step can end as, beside pytest's own passed, failed and skipped.
+NOT_WRITTEN, NOT_LOADED = "not written", "not loaded"
+
+
+def declared(lab: str) -> dict[int, str]:
+    """The STEPS of a lab, read from its test module without importing it."""
+    for file in sorted((LABS / lab).glob("test_*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "STEPS":
+                return ast.literal_eval(node.value)
+    return {}
+
+
+def todo_line(file: Path, step: int) -> int | None:
+    """Line number of `TODO step n` in a file, or None."""
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if re.search(rf"TODO step {step}\b", line):
+            return number
+    return None
+
+
+def lab_of(path: Path) -> str | None:
+    """Name of the lab folder that a test file lies in."""
+    for folder in path.parents:
+        if re.match(r"\d\d_", folder.name):
+            return folder.name
+    return None
+
+
+def unwritten(error: BaseException) -> str | None:
+    """The reminder that an unwritten step raised, also from under Triton's own exceptions."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        match = UNWRITTEN.search(str(error))
+        if match:
+            return match.group(0)
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The exception that the interpreter or compiler wrapped, which is the one to read."""
+    while type(error).__name__ in ("InterpreterError", "CompilationError") and error.__cause__:
+        error = error.__cause__
+    return error
+
+
+def short_failure(excinfo: pytest.ExceptionInfo, files: list[Path]) -> str | None:
+    """A failure as the lines of the test and of the student's file that led to it, and the error.
+
+    Args:
+        excinfo: what the test raised.
+        files: the files whose lines are worth showing.
+
+    Returns:
+        A few lines of text, or None where no frame lies in `files`.
+    """
+    lines = []
+    error = excinfo.value
+    cause = root_cause(error)
+    entries = list(excinfo.traceback)
+    if cause is not error:
+        entries += list(pytest.ExceptionInfo.from_exception(cause).traceback)
+    last = None
+    for entry in entries:
+        path = Path(str(entry.path))
+        here = (path, entry.lineno)
+        if path in files and here != last:
+            shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+            lines.append(f"{shown}:{entry.lineno + 1}: in {entry.name}")
+            statement = str(entry.statement).strip().split("\n")[0]
+            lines.append(f"    {statement}")
+            last = here
+    if not lines:
+        return None
+    name = type(cause).__name__
+    message = str(cause).strip() or "(no message)"
+    if name in ("Mismatch", "AssertionError", "Failed", "Finding", "StrayAccess"):
+        lines.append(message)
+    else:
+        lines.append(f"{name}: {message}")
+    return "\n".join(lines)
+
+
+@dataclass
+class StepResult:
+    """Counts of one step's tests by outcome, and its first failing test."""
+
+    outcomes: Counter = field(default_factory=Counter)
+    first_failure: str | None = None
+    reason: str | None = None  # why the file does not load, or why the tests were skipped
+
+    @property
+    def state(self) -> str:
+        if self.outcomes[NOT_LOADED]:
+            return NOT_LOADED
+        if self.outcomes["failed"]:
+            return "failing"
+        if self.outcomes[NOT_WRITTEN]:
+            return NOT_WRITTEN
+        if self.outcomes["passed"]:
+            return "passed"
+        return "skipped" if self.outcomes["skipped"] else "not run"
+
+
+class Steps:
+    """The pytest plugin: the board, and one line instead of a traceback for an unwritten step."""
+
+    def __init__(self, config: pytest.Config):
+        self.config = config
+        self.results: dict[tuple[str, int], StepResult] = defaultdict(StepResult)
+        self.failures_shown: Counter = Counter()
+
+    # -- while tests run (in the process that runs them)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config, items):
+        wanted = config.getoption("step")
+        kept, dropped = [], []
+        for item in items:
+            marker, lab = item.get_closest_marker("step"), lab_of(item.path)
+            if marker and lab:
+                item.user_properties += [("lab", lab), ("step", marker.args[0])]
+            (kept if wanted is None or (marker and marker.args[0] in wanted) else dropped).append(
+                item
+            )
+        if dropped:
+            config.hook.pytest_deselected(items=dropped)
+            items[:] = kept
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        outcome = yield
+        report = outcome.get_result()
+        if not report.failed or call.excinfo is None or not item.get_closest_marker("step"):
+            return
+        error = call.excinfo.value
+        reminder = unwritten(error)
+        if isinstance(error, LoadError):
+            report.longrepr = str(error)
+            report.user_properties.append(("state", NOT_LOADED))
+        elif reminder:
+            report.longrepr = reminder
+            report.user_properties.append(("state", NOT_WRITTEN))
+        elif self.config.getoption("tbstyle") == "short":
+            files = [item.path, source_file(item.path, default_impl())]
+            report.longrepr = short_failure(call.excinfo, files) or report.longrepr
+
+    # -- as reports arrive (in the process that prints)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report):
+        state = dict(report.user_properties).get("state")
+        if state == NOT_WRITTEN:
+            return NOT_WRITTEN, "n", "NOT WRITTEN"
+        if state == NOT_LOADED:
+            return NOT_LOADED, "L", "NOT LOADED"
+        return None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report):
+        properties = dict(report.user_properties)
+        if "step" not in properties or (report.when != "call" and report.passed):
+            return
+        key = properties["lab"], properties["step"]
+        result = self.results[key]
+        result.outcomes[properties.get("state", report.outcome)] += 1
+        if report.skipped and result.reason is None:
+            result.reason = str(report.longrepr[2]) if report.longrepr else None
+        if report.failed:
+            if properties.get("state") == NOT_LOADED:
+                result.reason = str(report.longrepr)
+            if properties.get("state") is None:
+                result.first_failure = result.first_failure or report.nodeid.split("::", 1)[-1]
+                self.failures_shown[key] += 1
+                if self.failures_shown[key] > SHOWN_IN_FULL and isinstance(report.longrepr, str):
+                    report.longrepr = _headline(report.longrepr.rstrip().split("\n"))
+
+    def pytest_terminal_summary(self, terminalreporter):
+        board = self.board()
+        if board:
+            for lab, rows in board.items():
+                for line in render(lab, rows, default_impl(), terminalreporter.section):
+                    terminalreporter.write_line(line)
+            cache = getattr(self.config, "cache", None)
+            if cache is not None:
+                stored = cache.get(CACHE_KEY, {})
+                for lab, rows in board.items():
+                    ran = {n: row for n, row in rows.items() if row["state"] != "not run"}
+                    old = stored.get(lab, {})
+                    kept = old.get("rows", {}) if old.get("impl") == default_impl() else {}
+                    stored[lab] = {"impl": default_impl(), "rows": {**kept, **ran}}
+                cache.set(CACHE_KEY, stored)
+
+    def board(self) -> dict[str, dict[str, dict]]:
+        """lab -> step number -> row, for the labs that ran."""
+        board = {}
+        for lab in sorted({lab for lab, _ in self.results}):
+            board[lab] = {}
+            for number in declared(lab):
+                result = self.results.get((lab, number), StepResult())
+                board[lab][str(number)] = {
+                    "state": result.state,
+                    "tests": dict(result.outcomes),
+                    "first_failure": result.first_failure,
+                    "reason": result.reason,
+                }
+        return board
+
+
+def _headline(lines: list[str]) -> str:
+    """The first line of the error in a short failure: the one after the last code line."""
+    for number in range(len(lines) - 1, -1, -1):
+        if lines[number].startswith("    ") and number + 1 < len(lines):
+            return lines[number + 1]
+    return lines[-1]
+
+
+def render(lab: str, rows: dict[str, dict], impl: str, section=None) -> list[str]:
+    """The board of one lab as lines of text, ending with the next thing to do."""
+    title = f"{lab}, {impl}"
+    lines = []
+    if section:
+        section(title, sep="=")
+    else:
+        lines.append(title)
+    names = declared(lab)
+    width = max(map(len, names.values()), default=0)
+    following = None
+    for number, name in names.items():
+        row = rows.get(str(number), {"state": "not run", "tests": {}})
+        state, tests = row["state"], row["tests"]
+        total = sum(tests.values())
+        note = ""
+        if state == "failing":
+            note = f"{tests['failed']} of {total} tests; first: {row['first_failure']}"
+        elif state == "passed":
+            note = f"{tests['passed']} tests"
+            if tests.get("skipped"):
+                note += f", {tests['skipped']} skipped: {_clip(row.get('reason'))}"
+        elif state == "skipped":
+            note = _clip(row.get("reason"))
+        lines.append(f"  step {number}  {name:<{width}}  {state:<12} {note}".rstrip())
+        if following is None and state in ("failing", NOT_WRITTEN, NOT_LOADED):
+            following = number, name, row
+    if following:
+        lines += ["", *_next(lab, impl, *following)]
+    elif all(rows.get(str(n), {}).get("state") == "passed" for n in names):
+        lines += ["", f"all steps pass; next: python -m labs bench {lab[:2]}"]
+    return lines
+
+
+def _next(lab: str, impl: str, number: int, name: str, row: dict) -> list[str]:
+    try:
+        file = source_file(lab, impl)
+    except LoadError as error:
+        return [f"next: {error}"]
+    shown = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+    if row["state"] == NOT_LOADED:
+        return [f"next: mend {row['reason']}"]
+    option = "" if impl == "exercise" else f" --impl={impl}"
+    command = f"pytest labs/{lab}{option} --step {number}"
+    if row["state"] == NOT_WRITTEN:
+        line = todo_line(file, number)
+        at = f"{shown}, line {line}" if line else f"{shown}"
+        return [f"next: step {number}, write {name} in {at}; then run", f"      {command}"]
+    return [f"next: step {number}, {name} fails {row['first_failure']}", f"      {command}"]
+
+
+def _clip(text: str | None, width: int = 70) -> str:
+    text = (text or "").removeprefix("Skipped: ")
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+# -- python -m labs: the board of all labs, from pytest's own cache
+
+
+def add_arguments(parser) -> None:
+    parser.epilog = "example: python -m labs board"
+
+
+def run(args) -> int:
+    file = ROOT / ".pytest_cache" / "v" / CACHE_KEY
+    stored = json.loads(file.read_text()) if file.is_file() else {}
+    for lab in labs():
+        entry = stored.get(lab, {"impl": "exercise", "rows": {}})
+        print("\n".join(render(lab, entry["rows"], entry["impl"])))
+        if not entry["rows"]:
+            print(f"  no run yet: pytest labs/{lab}")
+        print()
+    return 0
