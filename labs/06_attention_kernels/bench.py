@@ -150,7 +150,7 @@ def counted(ak, options) -> list[Sweep]:
 
 def check(ak, options, gpu) -> list[Check]:
     """Error within 1e-3 of SDPA MATH in fp16, and at least 3 times its speed at T=2048 in bf16."""
-    flash, math_ = _flash(ak, options), _sdpa("SDPA MATH", causal=True)
+    math_ = _sdpa("SDPA MATH", causal=True)
     tiles = dict(causal=True, block_m=options.block_m, block_n=options.block_n)
     q, k, v = _qkv(1, 8, 64, torch.float16, gpu.device, 1024)
     with math_.context():

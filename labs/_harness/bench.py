@@ -715,6 +715,8 @@ def run(args: argparse.Namespace, gpu: Gpu | None = None) -> int:
         return _run_check(bench, module, args, gpu)
     if gpu is not None:
         gpu.cap_memory()
+    else:
+        torch.set_num_threads(1)  # tiles are small: more threads only wait for each other
     sweeps = bench.timed(module, args, gpu) if gpu else bench.counted(module, args)
     if args.only:
         names = [s.name for s in sweeps]

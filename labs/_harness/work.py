@@ -117,7 +117,8 @@ class TorchWork(TorchDispatchMode):
         outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         self.moved += _bytes_moved(func, inputs, outputs, known)
         for t in outputs:
-            if _storage_key(t) not in known:
+            # set_ gives a tensor memory that exists already; Triton's interpreter does so.
+            if _storage_key(t) not in known and packet.__name__ != "set_":
                 self._made(t)
         return result
 
