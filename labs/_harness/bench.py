@@ -38,7 +38,7 @@ from types import ModuleType
 
 import torch
 
-from labs._harness import interpreter, memory, runtime, work
+from labs._harness import interpreter, runtime, work
 from labs._impl import ROOT, LoadError, find_lab, load
 
 ROUNDS = 2  # each provider is timed in turn, then each once more, so that a drift hits all alike
@@ -392,11 +392,23 @@ def _start(row, provider, sweep, inputs, gpu) -> None:
 
     def first():
         # Poison is for the code under test: SDPA refuses some backends in deterministic mode.
-        with memory.poisoned_empty() if provider.yours else contextlib.nullcontext():
+        with _poisoned_empty() if provider.yours else contextlib.nullcontext():
             _judge(row, provider, sweep, inputs, provider.run(*inputs))
         _, row.peak = gpu.peak(lambda: provider.run(*inputs))
 
     _attempt(row, provider, first, gpu)
+
+
+@contextlib.contextmanager
+def _poisoned_empty():
+    """torch.empty hands out NaN: a kernel that writes nothing shows, whatever lay there before."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def _time(row, provider, sweep, inputs, gpu, samples, rep_ms=150.0) -> None:
@@ -500,6 +512,10 @@ def _mib(n: int | None) -> str:
     return f"{n / 2**20:,.0f}" if n >= 100 << 20 else f"{n / 2**20:.3g}"
 
 
+def _ms(x: float | None) -> str:
+    return "-" if x is None else f"{x:.3f}" if x < 10 else f"{x:.1f}"
+
+
 def _num(x: float | None, spec: str) -> str:
     return "-" if x is None else format(x, spec)
 
@@ -512,7 +528,7 @@ def timed_table(sweep: Sweep, rows: list[Row]) -> str:
         at = [r for r in rows if r.size == size and r.sweep == sweep.name]
         for i, r in enumerate(sorted(at, key=lambda r: (r.status != "ok", -(r.rate or 0)))):
             ok = r.status == "ok"
-            spread = f"{r.ms_q1:.3f}..{r.ms_q3:.3f}" if ok and r.ms else "-"
+            spread = f"{_ms(r.ms_q1)}..{_ms(r.ms_q3)}" if ok and r.ms else "-"
             body.append(
                 [
                     str(size) if i == 0 else "",
@@ -520,7 +536,7 @@ def timed_table(sweep: Sweep, rows: list[Row]) -> str:
                     r.provider,
                     _num(r.rate, ".1f" if sweep.unit == "TFLOP/s" else ".2f"),
                     _num(r.percent, ".0f"),
-                    _num(r.ms, ".3f"),
+                    _ms(r.ms),
                     spread,
                     _mib(r.peak),
                     r.config if ok else r.status,

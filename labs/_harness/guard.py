@@ -25,9 +25,10 @@ class Finding(AssertionError):
 class _Watch(work.TorchWork):
     """Counts PyTorch's work and notes what is not allowed."""
 
-    def __init__(self, row_limit: int | None):
+    def __init__(self, row_limit: int | None, poison: bool):
         super().__init__()
         self.row_limit = row_limit
+        self.poison = poison  # torch.empty and its kin give NaN, so an unwritten output shows
         self.findings: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -41,7 +42,23 @@ class _Watch(work.TorchWork):
                     f"calls {name} over {length} elements of a row; this function sees at most "
                     f"{self.row_limit} of them at a time"
                 )
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.poison and name in _UNINITIALISED:
+            memory.poison(result)
+        return result
+
+
+_UNINITIALISED = {
+    f"aten::{name}"
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+    )
+}
 
 
 def _reduced_length(args) -> int:
@@ -111,14 +128,13 @@ class Guarded:
         """
         tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
         before = [t.detach().clone() if t.numel() < 1 << 24 else None for t in tensors]
-        watch, access, kernels = _Watch(row_limit), memory.AccessCheck(), work.KernelWork()
+        watch = _Watch(row_limit, poison=not self._last_program_only)
+        access, kernels = memory.AccessCheck(), work.KernelWork()
         self.work, self.kernels = watch, None
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._reading())
             if self._last_program_only:
                 stack.enter_context(interpreter.observe(memory.LastProgramOnly()))
-            else:
-                stack.enter_context(memory.poisoned_empty())
             stack.enter_context(_engine(watch, engine_calls))
             if interpreter.unavailable() is None:
                 self.kernels = kernels

@@ -6,7 +6,6 @@ of the launch, so a stray access is a failed test that names the tensor, not a d
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass, field
 
@@ -44,16 +43,12 @@ def fence_intact(t: torch.Tensor) -> bool:
     return bool(buffer[outside].isnan().all())
 
 
-@contextlib.contextmanager
-def poisoned_empty():
-    """torch.empty and its kin hand out NaN while the block runs, so an unwritten output shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)
+def poison(t: torch.Tensor) -> None:
+    """Fills memory that nobody has written yet with NaN, or the largest integer."""
+    if t.is_floating_point() or t.is_complex():
+        t.fill_(math.nan)
+    elif t.dtype != torch.bool:
+        t.fill_(torch.iinfo(t.dtype).max)
 
 
 @dataclass

@@ -12,11 +12,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 YOURS = "#D55E00"
 OTHERS = ["#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999"]
-MARKERS = "osD^vP*X"
+MARKERS = "sD^vP*X"
 STYLE = {
     "font.size": 15,
     "axes.titlesize": 15,
@@ -48,20 +48,19 @@ def rates(path: Path, sweep, rows, subtitle: str, bound: tuple[float, str, str])
         styles = _styles(sweep)
         for name, style in styles.items():
             mine = [r for r in rows if r.provider == name and r.rate is not None]
-            axes.plot([r.size for r in mine], [r.rate for r in mine], label=name, **style)
-            _out_of_memory(axes, rows, name, style)
+            axes.plot(_places(sweep, mine), [r.rate for r in mine], label=name, **style)
+            _out_of_memory(axes, sweep, rows, name, "rate", style)
         rate, unit, how = bound
         axes.axhline(rate, color="black", linestyle="--", linewidth=1.5)
         axes.annotate(
             f"measured bound {rate:.4g} {unit}: {how}",
             (0.01, rate),
             xycoords=("axes fraction", "data"),
-            xytext=(0, -6),
+            xytext=(0, 5),
             textcoords="offset points",
-            va="top",
             fontsize=13,
         )
-        axes.set_ylim(0, 1.06 * max([rate, *(r.rate for r in rows if r.rate)]))
+        axes.set_ylim(0, 1.1 * max([rate, *(r.rate for r in rows if r.rate)]))
         _size_axis(axes, sweep)
         axes.set_ylabel(f"{unit} (higher is better)")
         axes.set_title(subtitle, loc="left")
@@ -78,10 +77,9 @@ def costs(path: Path, sweep, rows, subtitle: str) -> Path:
                 mine = [r for r in rows if r.provider == name and r.ms is not None]
                 if name in sweep.cost:
                     values = [getattr(r, attribute) / scale for r in mine]
-                    axes.plot([r.size for r in mine], values, label=name, **style)
-                    _out_of_memory(axes, rows, name, style)
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+                    axes.plot(_places(sweep, mine), values, label=name, **style)
+                    _out_of_memory(axes, sweep, rows, name, attribute, style, scale)
+            _log_axis(axes)
             _size_axis(axes, sweep)
         panels[0].set_ylabel("latency, ms (lower is better)")
         panels[1].set_ylabel("peak extra memory, MiB (lower is better)")
@@ -97,14 +95,14 @@ def counts(path: Path, sweep, rows, subtitle: str) -> Path:
         for axes, attribute in zip(panels, ("moved", "peak"), strict=True):
             for name, style in _styles(sweep).items():
                 mine = [r for r in rows if r.provider == name]
-                line = [(r.size, getattr(r, f"{attribute}_formula")) for r in mine]
-                line = [(x, y / 2**20) for x, y in line if y is not None]
-                axes.plot(*_columns(line), color=style["color"], linewidth=1.8)
-                dots = [(r.size, getattr(r, attribute)) for r in mine]
-                dots = [(x, y / 2**20) for x, y in dots if y is not None]
-                axes.plot(*_columns(dots), label=f"{name}, counted", **{**style, "linestyle": ""})
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+                line = [r for r in mine if getattr(r, f"{attribute}_formula") is not None]
+                values = [getattr(r, f"{attribute}_formula") / 2**20 for r in line]
+                axes.plot(_places(sweep, line), values, color=style["color"], linewidth=1.8)
+                dots = [r for r in mine if getattr(r, attribute) is not None]
+                values = [getattr(r, attribute) / 2**20 for r in dots]
+                label = f"{name}, counted" if dots else None
+                axes.plot(_places(sweep, dots), values, **style, label=label, linestyle="")
+            _log_axis(axes)
             _size_axis(axes, sweep)
         panels[0].plot([], [], color="black", linewidth=1.8, label="line: the handout's formula")
         panels[0].set_ylabel("bytes moved, MiB")
@@ -115,44 +113,64 @@ def counts(path: Path, sweep, rows, subtitle: str) -> Path:
 
 
 def _styles(sweep) -> dict[str, dict]:
-    """Line style by provider: yours in vermilion, the others in the order of the sweep."""
-    styles, others = {}, iter(zip(OTHERS, MARKERS[1:], strict=True))
-    for i, provider in enumerate(sweep.providers):
-        first_of_yours = provider.yours and not any(p.yours for p in sweep.providers[:i])
-        color, marker = (YOURS, "o") if first_of_yours else next(others)
-        styles[provider.name] = {"color": color, "marker": marker}
+    """Line style by provider: yours in vermilion and on top, the others in the sweep's order."""
+    mine = sorted((p for p in sweep.providers if p.yours), key=lambda p: not p.kernel)
+    styles, others = {}, iter(zip(OTHERS, MARKERS, strict=True))
+    for provider in sweep.providers:
+        if mine and provider is mine[0]:
+            style = {"color": YOURS, "marker": "o", "markersize": 7, "zorder": 4}
+        else:
+            color, marker = next(others)
+            style = {"color": color, "marker": marker, "markersize": 11}
+        styles[provider.name] = style
     return styles
 
 
-def _out_of_memory(axes, rows, name, style) -> None:
-    """Marks the first size that ran out of memory, at the foot of the picture."""
+def _out_of_memory(axes, sweep, rows, name, attribute, style, scale=1) -> None:
+    """Says beside the last point of a provider that the next size ran out of memory."""
     sizes = [r.size for r in rows if r.provider == name and r.status == "OOM"]
-    if sizes:
-        at = (min(sizes), 0.03)
+    points = [r for r in rows if r.provider == name and getattr(r, attribute) and r.ms is not None]
+    if sizes and points:
         axes.annotate(
-            f"{name}: OOM",
-            at,
-            xycoords=("data", "axes fraction"),
-            color=style["color"],
-            ha="right",
+            f"OOM at {min(sizes):,}",
+            (_places(sweep, points)[-1], getattr(points[-1], attribute) / scale),
+            xytext=(8, 12 if attribute == "rate" else -18),
+            textcoords="offset points",
             fontsize=13,
             weight="bold",
+            color=style["color"],
         )
 
 
-def _columns(points):
-    return ([x for x, _ in points], [y for _, y in points])
+def _crowded(sweep) -> bool:
+    """Whether labels of neighbouring sizes would overlap on a log axis."""
+    return any(b < 1.5 * a for a, b in zip(sweep.sizes, sweep.sizes[1:], strict=False))
+
+
+def _places(sweep, rows) -> list[int]:
+    """Where rows lie on the size axis: at their size, or in the order of sizes that are crowded."""
+    return [sweep.sizes.index(r.size) if _crowded(sweep) else r.size for r in rows]
 
 
 def _size_axis(axes, sweep) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sweep.sizes, [f"{size:,}" for size in sweep.sizes])
+    labels = [f"{size:,}" for size in sweep.sizes]
+    if _crowded(sweep):
+        axes.set_xticks(range(len(labels)), labels)
+    else:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sweep.sizes, labels)
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.margins(x=0.06)
     axes.set_xlabel(f"{sweep.axis}" + (" (sequence length)" if sweep.axis == "T" else ""))
 
 
-def _plain(value, _position) -> str:
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+def _log_axis(axes) -> None:
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < 100 * low:  # under two decades: powers of ten alone would be too few labels
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1 else f"{y:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _legend(figure, axes) -> None:

@@ -1,0 +1,424 @@
+"""The benchmark, with a fake card: a clock that says what the test wants, tensors on the CPU."""
+
+import argparse
+import csv
+import json
+import types
+import warnings
+
+import pytest
+import torch
+
+from labs._harness import bench, interpreter, runtime, work
+from labs._impl import LoadError, find_lab, load
+
+needs_interpreter = pytest.mark.skipif(
+    interpreter.unavailable() is not None, reason=str(interpreter.unavailable())
+)
+
+
+class FakeGpu(bench.Gpu):
+    """Runs on the CPU; a call takes the ms that `clock` gives for the function's output."""
+
+    device = "cpu"
+
+    def __init__(self, clock=lambda output: 1.0, memory=20 << 20):
+        self.clock, self.memory, self.settled, self.lost = clock, memory, 0, False
+
+    def sync(self):
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def settle(self):
+        self.settled += 1
+
+    def free(self):
+        return self.memory
+
+    def cap_memory(self):
+        pass
+
+    def time(self, fn, warmup_ms=100.0, rep_ms=150.0):
+        fn()
+        ms = self.clock(fn())
+        return [0.9 * ms, ms, 1.2 * ms]
+
+    def peak(self, fn):
+        with work.count_torch() as found:
+            output = fn()
+        return output, found.peak
+
+    def describe(self):
+        return {"card": "fake card"}
+
+
+def doubled(x):
+    return 2 * x
+
+
+def sweep(*providers, **changes):
+    """A sweep whose right answer is 2 x."""
+    fields = {
+        "name": "double",
+        "title": "Doubling",
+        "axis": "n",
+        "sizes": [8, 16],
+        "inputs": lambda n: (torch.arange(n, dtype=torch.float32) + 1,),
+        "providers": list(providers),
+        "verify": lambda inputs, y: ((y - 2 * inputs[0]).abs().max().item(), 1e-6),
+        "unit": "TB/s",
+        "work": lambda n: 8e9 * n,
+        "ceiling": "copy",
+    }
+    return bench.Sweep(**{**fields, **changes})
+
+
+def timed(made, gpu=None, size=8):
+    rows = []
+    bench.time_size(made, size, gpu or FakeGpu(), 32.0, rows, lambda text: None)
+    return {row.provider if not row.config else row.config: row for row in rows}
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args([str(a) for a in argv])
+
+
+# ---------------------------------------------------------------- timing
+def test_rate_quartiles_percent_and_memory():
+    row = timed(sweep(bench.Provider("mine", doubled, yours=True)))["mine"]
+    assert row.status == "ok"
+    assert row.ms == 1.0
+    assert row.ms_q1 <= row.ms <= row.ms_q3
+    assert row.rate == 64.0  # 8e9 * 8 bytes in a ms
+    assert row.percent == 200.0
+    assert row.peak == 32
+    assert row.error == 0.0
+
+
+def nan_output(x):
+    return 2 * x * float("nan")
+
+
+def never_writes(x):
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("wrong", [torch.clone, nan_output, never_writes])
+def test_a_wrong_result_is_not_ranked_and_fails(wrong):
+    right = bench.Provider("right", doubled)
+    made = sweep(right, bench.Provider("mine", wrong, yours=True))
+    rows = timed(made)
+    assert rows["mine"].status == "WRONG"
+    assert rows["mine"].rate is None
+    assert rows["right"].status == "ok"
+    assert bench.exit_code(list(rows.values())) == 1
+    assert bench.timed_table(made, list(rows.values())).split("\n")[3].endswith("WRONG")
+
+
+def test_the_output_that_was_timed_is_the_one_checked():
+    calls = []
+
+    def goes_wrong(x):
+        calls.append(1)
+        return 2 * x if len(calls) < 3 else 3 * x
+
+    assert timed(sweep(bench.Provider("mine", goes_wrong, yours=True)))["mine"].status == "WRONG"
+
+
+def test_out_of_memory_is_marked_and_survived():
+    def hungry(x):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    gpu = FakeGpu()
+    rows = timed(sweep(bench.Provider("big", hungry), bench.Provider("mine", doubled, True)), gpu)
+    assert rows["big"].status == "OOM"
+    assert gpu.settled
+    assert rows["mine"].status == "ok"
+    assert bench.exit_code(list(rows.values())) == 0
+
+
+def test_inputs_that_do_not_fit_are_out_of_memory_too():
+    def hungry(n):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    rows = timed(sweep(bench.Provider("mine", doubled, yours=True), inputs=hungry))
+    assert rows["mine"].status == "OOM"
+
+
+def test_a_missing_backend_is_named_with_its_reason():
+    def refused(x):
+        warnings.warn("Flash attention kernel not used because:", stacklevel=1)
+        warnings.warn("Expected fp16. (Triggered internally at x.cpp:1.)", stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    rows = timed(sweep(bench.Provider("SDPA", refused), bench.Provider("mine", doubled, True)))
+    assert rows["SDPA"].status == "n/a"
+    assert rows["SDPA"].reason == "Expected fp16."
+
+
+def test_an_unwritten_step_is_one_line_and_the_rest_is_timed():
+    def stub(x):
+        raise RuntimeError("at 3:4: ...") from AssertionError("lab 06 step 5: write _kernel")
+
+    made = sweep(bench.Provider("mine", stub, yours=True), bench.Provider("naive", doubled))
+    rows = [*timed(made).values(), *timed(made, size=16).values()]
+    assert bench.remarks(rows) == ["lab 06 step 5: write _kernel"]
+    assert [r.status for r in rows if r.provider == "naive"] == ["ok", "ok"]
+    assert bench.exit_code(rows) == 1
+
+
+def test_a_lost_context_stops_and_names_the_culprit():
+    gpu = FakeGpu()
+
+    def crash(x):
+        gpu.lost = True
+        raise RuntimeError("illegal memory access")
+
+    rows = []
+    made = sweep(bench.Provider("mine", crash, yours=True))
+    with pytest.raises(bench.ContextLost, match="lost in mine"):
+        bench.time_size(made, 8, gpu, 1.0, rows, print)
+    assert rows[0].status == "error"
+
+
+def test_tune_takes_the_fastest_that_is_right():
+    def provider(config, factor):
+        return bench.Provider("mine", lambda x: factor * x, yours=True, config=config)
+
+    ms = {2.0: 3.0, 3.0: 1.0, 2.0000001: 2.0}
+    made = sweep(
+        provider("default", 2.0),
+        tune=[provider("slow", 2.0), provider("wrong", 3.0), provider("fast", 2.0000001)],
+        tuned="mine",
+    )
+    gpu = FakeGpu(clock=lambda y: ms[min(ms, key=lambda f: abs(f - (y[-1] / 8).item()))])
+    rows = []
+    bench.time_size(made, 8, gpu, 1.0, rows, lambda text: None)
+    assert [r.status for r in rows] == ["ok", "WRONG", "ok", "ok"]
+    assert rows[-1].sweep == "double"
+    assert rows[-1].config in ("slow", "fast")
+    assert bench.exit_code(rows) == 0  # a configuration that fails is a result, not a fault
+
+
+def test_providers_are_interleaved():
+    order = []
+
+    class Recorder(FakeGpu):
+        def time(self, fn, **kwargs):
+            order.append(fn)
+            return super().time(fn, **kwargs)
+
+    timed(sweep(bench.Provider("a", doubled), bench.Provider("b", doubled)), Recorder())
+    assert len(order) == 2 * bench.ROUNDS
+
+
+def test_ceilings_on_a_small_card_are_smaller():
+    found = bench.ceilings(FakeGpu())
+    assert found["matmul"][1:] == ("TFLOP/s", "bf16 matmul 512x512x512")
+    assert found["matmul"][0] == pytest.approx(2 * 512**3 / 1e9)
+    assert found["copy"][1] == "TB/s"
+
+
+@pytest.mark.parametrize(("wanted", "each", "fits"), [(8, 1, 8), (8, 20, 4), (8, 1000, 1)])
+def test_fit_halves_until_it_fits(wanted, each, fits):
+    assert bench.fit(wanted, each, FakeGpu(memory=100)) == fits
+
+
+def test_times_of_the_interpreter_are_refused(monkeypatch):
+    monkeypatch.setattr(runtime, "setup", lambda: runtime.Runtime("cpu", True, "3", "test"))
+    with pytest.raises(RuntimeError, match="mean nothing"):
+        bench.Gpu().time(lambda: None)
+
+
+def test_events_are_paired_and_warm_up_is_dropped(monkeypatch):
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = clock[0]
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    def call():
+        clock[0] += 10.0
+
+    gpu = FakeGpu()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(bench, "L2_FLUSH_BYTES", 16)
+    monkeypatch.setattr(runtime, "setup", lambda: runtime.Runtime("cuda", False, "3", "test"))
+    assert bench.Gpu.time(gpu, call, warmup_ms=50, rep_ms=40) == [10.0] * 4
+    assert clock[0] == 10.0 * (1 + 3 + 5 + 4)
+
+
+# ---------------------------------------------------------------- the command
+def run_with(monkeypatch, sweeps, tmp_path, gpu):
+    """bench.run on lab 06 with other sweeps."""
+    lab = types.SimpleNamespace(timed=lambda *a: sweeps, counted=lambda *a: sweeps)
+    monkeypatch.setattr(bench, "lab_bench", lambda folder: lab)
+    return bench.run(parse("06", "--impl", "solution", "--out", tmp_path), gpu)
+
+
+def test_ctrl_c_keeps_what_is_done(monkeypatch, tmp_path, capsys):
+    def stopped(n):
+        if n == 16:
+            raise KeyboardInterrupt
+        return (torch.ones(n),)
+
+    made = sweep(bench.Provider("mine", doubled, yours=True), inputs=stopped)
+    assert run_with(monkeypatch, [made], tmp_path, FakeGpu()) == 130
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert report["partial"] == "stopped by Ctrl-C"
+    assert [r["size"] for r in report["rows"]] == [8]
+    assert "partial: stopped by Ctrl-C" in capsys.readouterr().out
+
+
+def test_files_say_what_was_run(monkeypatch, tmp_path, capsys):
+    made = sweep(bench.Provider("mine", doubled, yours=True), cost=("mine",))
+    assert run_with(monkeypatch, [made], tmp_path, FakeGpu()) == 0
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert {"command", "date", "versions", "machine", "settings", "ceilings"} <= set(report)
+    assert report["machine"]["card"] == "fake card"
+    with (tmp_path / "results.csv").open() as f:
+        assert [row["rate"] for row in csv.DictReader(f)] == ["64.0", "128.0"]
+    for name in ("double-rate.png", "double-cost.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert max(map(len, capsys.readouterr().out.split("\n")[:-5])) <= 100
+
+
+def test_check_without_a_gpu_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(runtime, "setup", lambda: runtime.Runtime("cpu", True, "3", "no GPU"))
+    assert bench.run(parse("06", "--check")) == 2
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert out.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
+def test_check_prints_got_and_wanted(monkeypatch, capsys, ok, code):
+    found = [bench.Check("error", "2e-3", "<= 1e-3", ok)]
+    lab = types.SimpleNamespace(check=lambda *a: found)
+    monkeypatch.setattr(bench, "lab_bench", lambda folder: lab)
+    assert bench.run(parse("06", "--check", "--impl", "solution"), FakeGpu()) == code
+    assert "error: 2e-3 (wanted <= 1e-3)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bad", [["--lengths", "0"], ["--lengths", "x"], ["--batch", "-1"]])
+def test_bad_arguments_are_refused(bad, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("06", *bad)
+    assert stop.value.code == 2
+    assert "invalid" in capsys.readouterr().err
+
+
+def test_unknown_sweep(tmp_path):
+    with pytest.raises(LoadError, match="attention, softmax"):
+        bench.run(parse("06", "--only", "x", "--impl", "solution"), FakeGpu())
+
+
+def test_tables_end_at_100_columns():
+    text = bench.table(["code", "note"], [["a", "x" * 200]])
+    assert max(map(len, text.split("\n"))) == 100
+
+
+# ---------------------------------------------------------------- lab 06
+lab06 = bench.lab_bench(find_lab("06"))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("mask", ["--causal", "--full"])
+@pytest.mark.parametrize(("m", "n"), [(16, 16), (16, 64), (64, 32)])
+def test_counts_of_the_reference_equal_the_formulas(mask, m, n):
+    options = parse("06", mask, "--lengths", "50,96", "--heads", 2, "--block-m", m, "--block-n", n)
+    rows = []
+    for made in lab06.counted(load("06", "solution"), options):
+        for size in made.sizes[:2]:
+            bench.count_size(made, size, rows, lambda text: None)
+    assert [r.status for r in rows] == ["ok"] * 10
+    for r in rows:
+        assert (r.moved, r.peak) == (r.moved_formula, r.peak_formula), r
+
+
+@needs_interpreter
+def test_kernel_bytes_stay_far_below_naive():
+    sizes = dict(heads=1, D=64, e=4, causal=True)
+    naive = lab06.naive_bytes(4096, **sizes)
+    assert naive > 8 * lab06.kernel_bytes(4096, block_m=64, block_n=64, **sizes)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flops_against_a_counted_mask(causal):
+    T, D = 64, 16
+    pairs = torch.ones(T, T).tril().sum().item() if causal else T * T
+    exact = 2 * 3 * 4 * D * pairs
+    assert lab06.flops(2, 3, T, D, causal) == pytest.approx(exact, rel=1 / T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_budget_fits_plain_pytorch_and_nothing_wrong(dtype):
+    naive = load("06", "solution").naive_attention
+    q, k, v = lab06._qkv(1, 2, 64, dtype, "cpu", 1024)
+    out = naive(q, k, v, causal=True)
+    error, budget = lab06.attention_error((q, k, v), out, causal=True)
+    assert error <= budget
+    for wrong in (naive(q, k, v), out * 1.1, out.roll(1, dims=2), out * float("nan")):
+        error, budget = lab06.attention_error((q, k, v), wrong, causal=True)
+        assert not error <= budget
+
+
+@needs_interpreter
+def test_untouched_stubs_exit_1_with_a_line_for_each_step(tmp_path, capsys):
+    assert bench.run(parse("06", "--lengths", "16,32", "--out", tmp_path)) == 1
+    out = capsys.readouterr().out
+    for line in ("2: write flash_attention_forward", "5: write _flash_fwd_k", "4: write _softmax"):
+        assert out.count(f"lab 06 step {line}") == 1
+
+
+@needs_interpreter
+def test_the_whole_timed_path_on_a_fake_card(tmp_path, capsys):
+    argv = "06 --impl solution --dtype float32 --batch 1 --heads 2 --lengths 16,64".split()
+    assert bench.run(parse(*argv, "--out", tmp_path), FakeGpu()) == 0
+    report = json.loads((tmp_path / "results.json").read_text())
+    status = {r["provider"]: r["status"] for r in report["rows"]}
+    for name in ("yours (Triton)", "yours (tiled PyTorch)", "naive", "SDPA MATH", "copy"):
+        assert status[name] == "ok"
+    assert set(status.values()) <= {"ok", "n/a"}
+    assert max(map(len, capsys.readouterr().out.split("\n")[:40])) <= 100
+
+
+@pytest.mark.parametrize(
+    ("yours_ms", "shift", "oks"), [(1, 0, "yyy"), (4, 0, "yny"), (1, 1, "nyn")]
+)
+def test_check_of_lab_06(monkeypatch, yours_ms, shift, oks):
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def fake_kernel(q, k, v, causal, block_m, block_n):
+        return sdpa(q, k, v, is_causal=causal) + shift, None
+
+    class Clock(FakeGpu):
+        def time(self, fn, **kwargs):
+            fn()
+            return [yours_ms if "tiles" in fn.__code__.co_freevars else 3.5]
+
+    small = lab06._qkv
+    monkeypatch.setattr(
+        lab06, "_qkv", lambda B, H, D, dtype, dev, T: small(1, 1, D, dtype, dev, 64)
+    )
+    ak = types.SimpleNamespace(triton_flash_attention=fake_kernel)
+    found = lab06.check(ak, parse("06"), Clock())
+    assert "".join("y" if c.ok else "n" for c in found) == oks
+
+
+def test_without_triton_the_pytorch_parts_are_counted(monkeypatch):
+    monkeypatch.setattr(interpreter, "unavailable", lambda: "Triton is not installed")
+    rows = []
+    made = lab06.counted(load("06", "solution"), parse("06", "--lengths", "32"))[0]
+    bench.count_size(made, 32, rows, lambda text: None)
+    assert [r.status for r in rows] == ["ok", "ok", "n/a"]
+    assert bench.exit_code(rows) == 0
+    assert "Triton is not installed" in bench.remarks(rows)[0]
