@@ -105,6 +105,10 @@ class TorchWork(TorchDispatchMode):
         self.calls: Counter = Counter()
         self._seen: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled; True imports torch._dynamo, a second in each fork
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
