@@ -132,7 +132,7 @@ def counted(ak, options) -> list[Sweep]:
                 "5 PyTorch operations",
                 _unfused_softmax,
                 moved=lambda C: 4 * (8 * R * C + 4 * R),  # max, subtract, exp, sum, divide
-                peak=lambda C: 4 * (2 * R * C + 2 * R),
+                peak=lambda C: 4 * (2 * R * C + R),
             ),
             Provider(
                 YOURS,
@@ -233,9 +233,12 @@ def tiled_bytes(T, heads, D, e, causal, block_m, block_n) -> int:
 
 def tiled_peak(T, heads, D, e, causal, block_m, block_n) -> int:
     """The outputs and a handful of tiles, whatever T."""
-    m, n = min(T, block_m), min(T, block_n)
-    tiles = max(5 * m * D + 2 * m * n, 2 * m * D + 4 * m * n)
-    return kernel_peak(T, heads, D, e) + heads * e * (tiles + 4 * m)
+    tiles = 0
+    for i0 in range(0, T, block_m):
+        m = min(block_m, T - i0)
+        n = min(block_n, i0 + m if causal else T)
+        tiles = max(tiles, 5 * m * D + 2 * m * n + 4 * m, 2 * m * D + 4 * m * n + 4 * m)
+    return kernel_peak(T, heads, D, e) + heads * e * tiles
 
 
 # ---------------------------------------------------------------- providers

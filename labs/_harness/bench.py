@@ -30,6 +30,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -314,7 +315,8 @@ def _backend_reason(caught) -> str:
     """Why SDPA refused a backend: it says so in warnings, "X not used because:", then the cause."""
     texts = [re.sub(r"\s*\(Triggered internally.*", "", str(w.message)) for w in caught]
     texts = [text.strip().split("\n")[0] for text in texts]
-    causes = [text for text in texts if not text.endswith("because:")]
+    idle = ("because:", "runtime disabled.")  # a heading; the backends that were not asked for
+    causes = [text for text in texts if not text.endswith(idle)]
     return causes[0] if causes else ""
 
 
@@ -417,6 +419,7 @@ def _time(row, provider, sweep, inputs, gpu, samples, rep_ms=150.0) -> None:
 
     def call():
         last[0] = provider.run(*inputs)
+        return last[0]
 
     def timed():
         samples.extend(gpu.time(call, rep_ms=rep_ms))
@@ -589,7 +592,7 @@ def remarks(rows: list[Row]) -> list[str]:
     lines = []
     for (provider, status, reason), sizes in found.items():
         where = f"{provider}: {status} at {', '.join(map(str, sizes))}: " if provider else ""
-        lines.append(f"{where}{reason}"[:200])
+        lines.append(f"{where}{reason}")
     return lines
 
 
@@ -750,7 +753,7 @@ def run(args: argparse.Namespace, gpu: Gpu | None = None) -> int:
         "machine": gpu.describe() if gpu else {},
         "sweeps": {s.name: s.title for s in sweeps},
     }
-    report["where"] = report["machine"].get("card", "counted, CPU interpreter")
+    report["where"] = report["machine"].get("card", "counted on the CPU")
     return _measure(sweeps, report, args, gpu)
 
 
@@ -811,7 +814,7 @@ def _print_report(sweeps, rows, report, files) -> None:
                 print(f"best at {sweep.axis}={r.size}: {r.config}, {r.rate:.1f} {r.unit}")
     print()
     for line in remarks(rows):
-        print(line)
+        print(textwrap.fill(line, 100, subsequent_indent="  "))
     if report["partial"]:
         print(f"partial: {report['partial']}")
     for file in files:
