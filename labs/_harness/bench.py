@@ -748,7 +748,7 @@ def run(args: argparse.Namespace, gpu: Gpu | None = None) -> int:
         "mode": "timed" if gpu else "counted",
         "command": shlex.join(["python", "-m", "labs", *sys.argv[1:]]),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "settings": {k: v if isinstance(v, bool | int) else str(v) for k, v in vars(args).items()},
+        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
         "versions": versions(),
         "machine": gpu.describe() if gpu else {},
         "sweeps": {s.name: s.title for s in sweeps},
@@ -790,6 +790,7 @@ def _run_sweeps(sweeps: Iterable[Sweep], report: dict, gpu: Gpu | None, rows: li
                 _progress_line(f"{sweep.name}: {text}")
 
             if gpu:
+                say(f"{sweep.axis}={size}: timing {len(sweep.providers)} in turn")
                 time_size(sweep, size, gpu, report["ceilings"][sweep.ceiling][0], rows, say)
                 gpu.settle()
             else:
@@ -807,6 +808,8 @@ def _print_report(sweeps, rows, report, files) -> None:
     if report["mode"] == "counted":
         print("No GPU: bytes are counted while the code runs; nothing is timed.")
     for sweep in sweeps:
+        if not any(r.sweep == sweep.name for r in rows):
+            continue
         render = timed_table if report["mode"] == "timed" else counted_table
         print(f"\n{sweep.title}\n{render(sweep, rows)}")
         for r in rows if sweep.tune else []:
