@@ -645,7 +645,7 @@ def pictures(folder: Path, sweeps: list[Sweep], rows: list[Row], report: dict) -
     files = []
     for sweep in sweeps:
         mine = [r for r in rows if r.sweep == sweep.name]
-        subtitle = f"{sweep.title} · {report['impl']} · {report['where']}"
+        subtitle = f"{sweep.title}\n{report['impl']} · {report['where']}"
         if report["mode"] == "counted":
             if any(r.moved is not None for r in mine):
                 files.append(
