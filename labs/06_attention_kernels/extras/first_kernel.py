@@ -1,7 +1,7 @@
 """A complete first Triton kernel: C = A B^T. Section 5 of the handout walks through it.
 
 Run it from the repository root, with or without a GPU:
-    python labs/06_attention_kernels/extras/first_kernel.py
+    python -m labs.06_attention_kernels.extras.first_kernel
 """
 
 from __future__ import annotations
