@@ -187,6 +187,7 @@ def _patched():
 
     builder = ti.interpreter_builder
     memory, call, dot = ti._interpreter, ti.GridExecutor.__call__, builder.create_dot
+    masked_load = builder.create_masked_load
 
     def watched_call(executor, *args, **kwargs):
         named = {**dict(zip(executor.arg_names, args, strict=False)), **kwargs}
@@ -205,10 +206,20 @@ def _patched():
             observer.dot(_state.launch, m * int(np.prod(batch, dtype=int)), b.data.shape[-1], k)
         return dot(a, b, *args, **kwargs)
 
+    def poisoned_load(pointers, mask, other, *args, **kwargs):
+        """A masked load without `other` gives 0 here and anything on a GPU: NaN shows its use."""
+        element = pointers.get_element_ty()
+        if other is None and element.is_floating() and element.primitive_bitwidth >= 16:
+            dtype = ti._get_np_dtype(element)
+            if np.issubdtype(dtype, np.floating):
+                data = np.full_like(pointers.data, np.nan, dtype=dtype)
+                other = ti.TensorHandle(data, element)
+        return masked_load(pointers, mask, other, *args, **kwargs)
+
     ti._interpreter, ti.GridExecutor.__call__ = _WatchedMemory(memory), watched_call
-    builder.create_dot = watched_dot
+    builder.create_dot, builder.create_masked_load = watched_dot, poisoned_load
     try:
         yield
     finally:
         ti._interpreter, ti.GridExecutor.__call__ = memory, call
-        del builder.create_dot
+        del builder.create_dot, builder.create_masked_load

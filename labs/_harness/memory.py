@@ -100,10 +100,10 @@ class AccessCheck(interpreter.Observer):
         name, t, base, _ = min(self._inside, key=distance)
         offset = (int(stray[0]) - base) // t.element_size()
         line = (
-            f"stray {what}: {launch.kernel}, program {launch.program}: {len(stray)} of {lanes} "
-            f"lanes lie outside every tensor; the first is element {offset} of {name} "
-            f"(shape {tuple(t.shape)}, strides {t.stride()}, {interpreter.span(t)} elements long). "
-            "Is a mask missing, or a stride wrong?"
+            f"stray {what} in {launch.kernel}, program {launch.program}: {len(stray)} of {lanes} "
+            f"lanes lie outside every tensor.\n  The first is element {offset} of {name}, shape "
+            f"{tuple(t.shape)}, strides {t.stride()}: {interpreter.span(t)} elements long.\n"
+            "  Is a mask missing, or a stride wrong?"
         )
         self.findings.append(line)
         raise StrayAccess(line)

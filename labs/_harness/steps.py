@@ -20,7 +20,7 @@ from labs._impl import LABS, ROOT, LoadError, default_impl, labs, source_file
 
 UNWRITTEN = re.compile(r"lab (\d+) step (\d+): write (\w+)")
 CACHE_KEY = "labs/board"
-SHOWN_IN_FULL = 3  # failures of one step; the rest get a line each
+SHOWN_IN_FULL = 3  # failures of one step; the rest are counted
 
 # What a test of a step can end as, beside pytest's own passed, failed and skipped.
 NOT_WRITTEN, NOT_LOADED = "not written", "not loaded"
@@ -134,7 +134,6 @@ class Steps:
     def __init__(self, config: pytest.Config):
         self.config = config
         self.results: dict[tuple[str, int], StepResult] = defaultdict(StepResult)
-        self.failures_shown: Counter = Counter()
 
     # -- while tests run (in the process that runs them)
 
@@ -182,7 +181,6 @@ class Steps:
             return NOT_LOADED, "L", "NOT LOADED"
         return None
 
-    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report):
         properties = dict(report.user_properties)
         if "step" not in properties or (report.when != "call" and report.passed):
@@ -197,9 +195,22 @@ class Steps:
                 result.reason = str(report.longrepr)
             if properties.get("state") is None:
                 result.first_failure = result.first_failure or report.nodeid.split("::", 1)[-1]
-                self.failures_shown[key] += 1
-                if self.failures_shown[key] > SHOWN_IN_FULL and isinstance(report.longrepr, str):
-                    report.longrepr = _headline(report.longrepr.rstrip().split("\n"))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self):
+        """Keeps the first failures of each step for the report, and counts the rest."""
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is None or self.config.get_verbosity() > 0:
+            return
+        shown, more, seen = [], [], Counter()
+        for report in terminal.stats.get("failed", []):
+            properties = dict(report.user_properties)
+            key = properties.get("lab"), properties.get("step")
+            seen[key] += 1
+            (more if None not in key and seen[key] > SHOWN_IN_FULL else shown).append(report)
+        if more:
+            terminal.stats["failed"] = shown
+            terminal.stats["more failed (-v shows them)"] = more
 
     def pytest_terminal_summary(self, terminalreporter):
         board = self.board()
@@ -231,14 +242,6 @@ class Steps:
                     "reason": result.reason,
                 }
         return board
-
-
-def _headline(lines: list[str]) -> str:
-    """The first line of the error in a short failure: the one after the last code line."""
-    for number in range(len(lines) - 1, -1, -1):
-        if lines[number].startswith("    ") and number + 1 < len(lines):
-            return lines[number + 1]
-    return lines[-1]
 
 
 def render(lab: str, rows: dict[str, dict], impl: str, section=None) -> list[str]:
