@@ -60,12 +60,19 @@ def find_lab(path: str | Path) -> Path:
         matches = [name for name in labs() if name.startswith(f"{int(text):02d}_")]
         if matches:
             return LABS / matches[0]
+    named = [part for part in Path(path).parts if re.match(r"\d\d_", part)]
     for base in (Path.cwd(), ROOT, LABS):
         full = (base / path).resolve()
         for folder in (full, *full.parents):
-            if re.match(r"\d\d_", folder.name) and folder.is_dir():
+            # A path that names a lab means that one, also from inside the folder of another.
+            if _is_lab(folder) and (not named or folder.name in named):
                 return folder
     raise LoadError(f"no lab at {text!r}; the labs are: {', '.join(labs())}")
+
+
+def _is_lab(folder: Path) -> bool:
+    numbered = re.match(r"\d\d_", folder.name)
+    return bool(numbered) and any((folder / f"{impl}.py").is_file() for impl in IMPLS)
 
 
 def set_default(impl: str) -> None:
@@ -136,7 +143,10 @@ def load(path: str | Path, impl: str | None = None) -> ModuleType:
         text = f": {error.text.strip()}" if error.text else ""
         shown = _shown(Path(error.filename or file))
         raise LoadError(f"{shown}, {at}: {type(error).__name__}: {error.msg}{text}") from None
-    except Exception as error:
+    except KeyboardInterrupt:
+        del sys.modules[name]
+        raise
+    except BaseException as error:  # sys.exit() and pytest.skip() in a student's file, too
         del sys.modules[name]
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
         at = f", line {frames[-1].lineno}" if frames else ""

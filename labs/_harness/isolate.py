@@ -178,7 +178,7 @@ class Isolation:
                 item.add_marker(pytest.mark.timeout(limit))
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item):
+    def pytest_runtest_protocol(self, item, nextitem):
         if not self.enabled or not item.get_closest_marker("step"):
             return None
         step = (str(item.path), item.get_closest_marker("step").args[0])
@@ -194,6 +194,7 @@ class Isolation:
                     self.ended[step] = f"{item.name} of this step {_HOW[how or 'time-out']}"
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
+        item.session._setupstate.teardown_exact(nextitem)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
