@@ -49,7 +49,8 @@ def rates(path: Path, sweep, rows, subtitle: str, bound: tuple[float, str, str])
         for name, style in styles.items():
             mine = [r for r in rows if r.provider == name and r.rate is not None]
             axes.plot(_places(sweep, mine), [r.rate for r in mine], label=name, **style)
-            _out_of_memory(axes, sweep, rows, name, "rate", style)
+        for level, (name, style) in enumerate(_ran_out(styles, rows)):
+            _out_of_memory(axes, sweep, rows, name, "rate", style, level=level)
         rate, unit, how = bound
         axes.axhline(rate, color="black", linestyle="--", linewidth=1.5)
         axes.annotate(
@@ -126,15 +127,24 @@ def _styles(sweep) -> dict[str, dict]:
     return styles
 
 
-def _out_of_memory(axes, sweep, rows, name, attribute, style, scale=1) -> None:
-    """Says beside the last point of a provider that the next size ran out of memory."""
+def _ran_out(styles, rows) -> list[tuple[str, dict]]:
+    """Name and style of each provider that ran out of memory at some size."""
+    names = {r.provider for r in rows if r.status == "OOM"}
+    return [(name, style) for name, style in styles.items() if name in names]
+
+
+def _out_of_memory(axes, sweep, rows, name, attribute, style, scale=1, level=0) -> None:
+    """Says beside the last point of a provider that the next size ran out of memory.
+
+    `level` counts the labels below it, so that those of neighbouring lines do not overlap.
+    """
     sizes = [r.size for r in rows if r.provider == name and r.status == "OOM"]
     points = [r for r in rows if r.provider == name and getattr(r, attribute) and r.ms is not None]
     if sizes and points:
         axes.annotate(
-            f"OOM at {min(sizes):,}",
+            f"{name}: OOM at {min(sizes):,}" if attribute == "rate" else f"OOM at {min(sizes):,}",
             (_places(sweep, points)[-1], getattr(points[-1], attribute) / scale),
-            xytext=(8, 12 if attribute == "rate" else -18),
+            xytext=(-40, 14 + 18 * level) if attribute == "rate" else (8, -18),
             textcoords="offset points",
             fontsize=13,
             weight="bold",
