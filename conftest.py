@@ -32,6 +32,16 @@ def pytest_configure(config):
     config.pluginmanager.register(isolate.Isolation(config), "labs-isolation")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Tests of the machinery and of the curriculum are for authors: --impl=solution runs them."""
+    root = _impl.LABS
+    for_authors = (root / "_harness" / "tests", root / "test_curriculum.py")
+    named = any(str(path) in arg for arg in config.args for path in for_authors)
+    if collection_path in for_authors and config.getoption("impl") != "solution" and not named:
+        return True
+    return None
+
+
 def pytest_report_header(config):
     return [
         f"labs: testing {config.getoption('impl')}, seed {config.getoption('seed')}",
