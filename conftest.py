@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from labs import _impl
-from labs._harness import guard, isolate, oracle, runtime, steps
+from labs._harness import guard, isolate, mutants, oracle, runtime, steps
 
 
 def pytest_addoption(parser):
@@ -21,6 +24,16 @@ def pytest_addoption(parser):
     group.addoption(
         "--seed", type=int, default=0, help="seed of the tests' random inputs (default 0)"
     )
+    group.addoption(
+        "--expect-unsolved",
+        action="store_true",
+        help="pass only if every step of every stub fails as not written (for authors)",
+    )
+    group.addoption(
+        "--mutants",
+        action="store_true",
+        help="plant each fault of mutants.py in the reference and print which the tests catch",
+    )
 
 
 def pytest_configure(config):
@@ -30,6 +43,11 @@ def pytest_configure(config):
         raise pytest.UsageError(f"--impl: {error}") from None
     config.pluginmanager.register(steps.Steps(config), "labs-steps")
     config.pluginmanager.register(isolate.Isolation(config), "labs-isolation")
+    scratch = tempfile.TemporaryDirectory(prefix="labs-")
+    config.add_cleanup(scratch.cleanup)
+    config.pluginmanager.register(mutants.Diagnosis(Path(scratch.name)), "labs-diagnosis")
+    if config.getoption("mutants"):
+        mutants.register(config, Path(scratch.name))
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -37,8 +55,9 @@ def pytest_ignore_collect(collection_path, config):
     root = _impl.LABS
     for_authors = (root / "_harness" / "tests", root / "test_curriculum.py")
     named = any(str(path) in arg for arg in config.args for path in for_authors)
-    if collection_path in for_authors and config.getoption("impl") != "solution" and not named:
-        return True
+    stubs_only = config.getoption("expect_unsolved") or config.getoption("mutants")
+    if collection_path in for_authors and not named:
+        return True if stubs_only or config.getoption("impl") != "solution" else None
     return None
 
 

@@ -82,6 +82,7 @@ class Guarded:
             see in it: a number, or the name of the argument that says. Others may see any number.
         work: TorchWork of the last call.
         kernels: KernelWork of the last call; None where kernels cannot be watched.
+        last_call: (name, args, kwargs, result) of the last call that returned.
     """
 
     def __init__(self, file: Path, load, row_limits: dict[str, int | str] | None = None):
@@ -89,6 +90,7 @@ class Guarded:
         self.row_limits = row_limits or {}
         self.work: work.TorchWork | None = None
         self.kernels: work.KernelWork | None = None
+        self.last_call: tuple | None = None
         self._last_program_only = False
         with self._reading():
             self._module = load()
@@ -101,7 +103,9 @@ class Guarded:
         @functools.wraps(value)
         def call(*args, **kwargs):
             with self.guarded(name, self._row_limit(value, args, kwargs), inputs=(args, kwargs)):
-                return value(*args, **kwargs)
+                result = value(*args, **kwargs)
+            self.last_call = name, args, kwargs, result
+            return result
 
         return call
 

@@ -21,7 +21,15 @@ TF32_EPS = 2.0**-10  # spacing of the 10 mantissa bits that tensor cores keep of
 
 
 class Mismatch(AssertionError):
-    """A result that is not what float64 says; the message says where and how far off."""
+    """A result that is not what float64 says; the message says where and how far off.
+
+    `expected` and `got` are set where the values are what is wrong.
+    """
+
+    def __init__(self, message: str, expected: Expected | None = None, got=None):
+        super().__init__(message)
+        self.expected = expected
+        self.got = got
 
 
 def seed(number: int, name: str) -> None:
@@ -82,7 +90,16 @@ class Expected:
         error = torch.where(same, 0.0, error)  # equal infinities, and NaN where NaN is right
         wrong = ~(error <= self.budget)  # NaN counts as wrong
         if wrong.any():
-            raise Mismatch("\n".join(self._describe(got.detach(), error, wrong)))
+            text = "\n".join(self._describe(got.detach(), error, wrong))
+            raise Mismatch(text, self, got)
+
+    def agree(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether two results are the same within the budget, NaN and infinities included."""
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        a, b = a.detach().double(), b.detach().double()
+        same = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= self.budget)
+        return bool(same.all())
 
     def _describe(self, got, error, wrong) -> list[str]:
         nan = got.isnan() & ~self.value.isnan()

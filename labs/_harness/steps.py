@@ -134,6 +134,7 @@ class Steps:
     def __init__(self, config: pytest.Config):
         self.config = config
         self.results: dict[tuple[str, int], StepResult] = defaultdict(StepResult)
+        self.solved: list[str] = []  # what --expect-unsolved found wrong
 
     # -- while tests run (in the process that runs them)
 
@@ -197,7 +198,26 @@ class Steps:
                 result.first_failure = result.first_failure or report.nodeid.split("::", 1)[-1]
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self):
+    def pytest_sessionfinish(self, session):
+        if self.config.getoption("expect_unsolved") and self.results:
+            self.solved = self._not_as_unwritten()
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED if self.solved else pytest.ExitCode.OK
+        self._keep_first_failures()
+
+    def _not_as_unwritten(self) -> list[str]:
+        """What --expect-unsolved finds wrong: steps that do not fail as unwritten, and only so."""
+        wrong = []
+        for lab, rows in self.board().items():
+            for number, row in rows.items():
+                others = {
+                    k: n for k, n in row["tests"].items() if k not in (NOT_WRITTEN, "skipped")
+                }
+                if others or not row["tests"]:
+                    counts = ", ".join(f"{n} {k}" for k, n in others.items()) or "no test ran"
+                    wrong.append(f"{lab} step {number}: want every test not written, got {counts}")
+        return wrong
+
+    def _keep_first_failures(self) -> None:
         """Keeps the first failures of each step for the report, and counts the rest."""
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         if terminal is None or self.config.get_verbosity() > 0:
@@ -214,7 +234,10 @@ class Steps:
 
     def pytest_terminal_summary(self, terminalreporter):
         board = self.board()
-        if board:
+        if self.config.getoption("expect_unsolved"):
+            for line in self.solved or ["every step of every stub fails as not written"]:
+                terminalreporter.write_line(line)
+        elif board:
             for lab, rows in board.items():
                 for line in render(lab, rows, default_impl(), terminalreporter.section):
                     terminalreporter.write_line(line)

@@ -1,0 +1,870 @@
+"""`python -m labs grade DIR`: a folder of submissions, each tested alone, with limits.
+
+Every submission gets a folder of its own with a copy of the repository without the references, and
+a process of its own with limits on time, memory and output. All submissions are copied before the
+first one runs. Points of a step are its share of tests that pass, among the tests that an untouched
+stub does not pass: one missed corner case costs what it weighs, and doing nothing earns nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import select
+import shlex
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from labs._harness import bench, handout, results, sandbox, steps
+from labs._impl import ROOT, LoadError, find_lab
+
+POINTS = 20.0  # of a step, unless --points says otherwise
+LARGEST_FILE = 1 << 20  # bytes of a submission
+CHATTY = 100_000  # bytes that one test may print before that is reported
+TURN = 0.15  # seconds between two looks at the running processes
+
+# How a test can end other than by passing or by failing by itself -> how a report says it.
+HOW = {
+    "time-out": "hung",
+    "crash": "ended its process",
+    "memory": "killed for memory",
+}
+
+
+# ---------------------------------------------------------------- submissions
+@dataclass
+class Submission:
+    """One file to grade, or why there is none.
+
+    Attributes:
+        name: of the file or folder that was handed in.
+        file: what is tested.
+        problem: why it cannot be graded, or None.
+    """
+
+    name: str
+    file: Path | None = None
+    problem: str | None = None
+
+
+def find_submissions(folder: Path, lab: str) -> tuple[list[Submission], list[str]]:
+    """(submissions in a folder by name, names of what else lies there).
+
+    A submission is `name.py`, `name/exercise.py`, or a student's whole repository `name/`.
+    """
+    found, ignored = {}, []
+    for entry in sorted(folder.iterdir(), key=lambda e: e.name.lower()):
+        if entry.name.startswith((".", "__")):
+            continue
+        if entry.is_dir():
+            places = [entry / "exercise.py", entry / "labs" / lab / "exercise.py"]
+            file = next((p for p in places if p.is_file()), None)
+            name = entry.name
+        elif entry.suffix == ".py":
+            file, name = entry, entry.stem
+        else:
+            ignored.append(entry.name)
+            continue
+        if name in found:
+            raise LoadError(f"two submissions in {folder} are called {name!r}; rename one")
+        found[name] = Submission(name, file, _problem(folder, file, lab))
+    return list(found.values()), ignored
+
+
+def _problem(folder: Path, file: Path | None, lab: str) -> str | None:
+    if file is None:
+        return f"no exercise.py in it (nor labs/{lab}/exercise.py)"
+    for path in (file, *file.parents):
+        if path == folder:
+            break
+        if path.is_symlink():
+            return f"{path.relative_to(folder)} is a link; links are not followed"
+    size = file.stat().st_size
+    if size > LARGEST_FILE:
+        return f"{file.name} has {size} bytes; the most is {LARGEST_FILE}"
+    return None
+
+
+# ---------------------------------------------------------------- what changed on the disk
+def snapshot(folder: Path, files: list[Path] | None = None, content: bool = True) -> dict[str, str]:
+    """Path -> a text that changes with the file, for all files below `folder` or for `files`."""
+    found = {}
+    if files is None:
+        files = [
+            Path(at, name).relative_to(folder) for at, _, names in os.walk(folder) for name in names
+        ]
+    for path in files:
+        full = folder / path
+        with suppress(OSError):
+            about = os.lstat(full)
+            if content and stat.S_ISREG(about.st_mode) and about.st_size <= 4 * LARGEST_FILE:
+                found[str(path)] = hashlib.sha256(full.read_bytes()).hexdigest()
+            else:
+                found[str(path)] = f"{about.st_mode} {about.st_size} {about.st_mtime_ns}"
+    return found
+
+
+def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """One phrase a file: made, changed or deleted."""
+    found = [f"made {path}" for path in sorted(after.keys() - before.keys())]
+    for path in sorted(before):
+        if path not in after:
+            found.append(f"deleted {path}")
+        elif before[path] != after[path]:
+            found.append(f"changed {path}")
+    return found
+
+
+# ---------------------------------------------------------------- one run of pytest
+@dataclass
+class Lines:
+    """What the plugin `results` wrote in one or more runs of pytest.
+
+    Attributes:
+        tests: node id -> step, of all tests collected.
+        outcome: node id -> the line of the test's outcome.
+        refused: (node id, what was refused) in order.
+        running: the test that had begun and not ended, or None.
+        finished: whether pytest came to its end.
+    """
+
+    tests: dict[str, int] = field(default_factory=dict)
+    outcome: dict[str, dict] = field(default_factory=dict)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    running: str | None = None
+    finished: bool = False
+
+    def read(self, file: io.TextIOBase) -> None:
+        file.seek(0)
+        self.running, self.finished = None, False
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:  # cut short
+                continue
+            if "tests" in line:
+                self.tests.update({nodeid: step for nodeid, step in line["tests"]})
+            elif "start" in line:
+                self.running = line["start"]
+            elif "refused" in line:
+                self.refused += [(line["test"], text) for text in line["refused"]]
+            elif "test" in line:
+                old = self.outcome.get(line["test"])
+                if old is None or old["outcome"] != "failed":
+                    self.outcome[line["test"]] = line
+                self.running = None
+            elif "end" in line:
+                self.finished = True
+
+
+@dataclass
+class Options:
+    """What the whole grading has in common."""
+
+    lab: str
+    steps: dict[int, str]
+    points: dict[int, float]
+    seconds: float
+    memory: int
+    seed: int
+    root: Path = ROOT
+
+
+class Job:
+    """One submission on its way through pytest: usually one run, more after an early end."""
+
+    def __init__(self, submission: Submission, file: Path, room: Path, options: Options, copied):
+        self.submission, self.file, self.room, self.options = submission, file, room, options
+        self.copied = copied  # files of the repository that a run needs
+        self.lines, self.ends, self.changes = Lines(), [], []
+        self.died: dict[int | None, str] = {}  # step run (None: all of them) -> how pytest ended
+        self.todo: list[int | None] = [None]
+        self.step: int | None = None
+        self.box: sandbox.Sandbox | None = None
+        self.start = 0.0
+        self.seconds = 0.0
+
+    def begin(self) -> None:
+        """Starts the next run, in a fresh copy of the repository."""
+        self.start = self.start or time.monotonic()
+        self.step = self.todo.pop(0)
+        shutil.rmtree(self.room, ignore_errors=True)
+        for name in ("home", "tmp", "submission"):
+            (self.room / name).mkdir(parents=True)
+        handout.copy(self.options.root, self.copied, self.room / "repository")
+        under_test = self.room / "submission" / "submission.py"
+        shutil.copyfile(self.file, under_test)
+        self.before = self._snapshot()
+        self.report = tempfile.TemporaryFile("w+", encoding="utf-8")
+        wanted = list(self.options.steps) if self.step is None else [self.step]
+        command = [sys.executable, "-m", "pytest", f"labs/{self.options.lab}", "-q"]
+        command += [f"--impl={under_test}", f"--seed={self.options.seed}", "--show-capture=no"]
+        command += ["-p", "no:cacheprovider", "-p", "labs._harness.results"]
+        command += [f"--step={number}" for number in wanted]
+        env = sandbox.environment(self.room / "home", self.room / "tmp")
+        env["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "1")
+        env[results.FD] = str(self.report.fileno())
+        env[results.ROOM] = str(self.room)
+        env[results.REPOSITORY] = str(self.options.root)
+        self.box = sandbox.Sandbox(
+            command,
+            self.room / "repository",
+            env,
+            max(1.0, self.start + self.options.seconds - time.monotonic()),
+            self.options.memory,
+            pass_fds=(self.report.fileno(),),
+        )
+
+    def _snapshot(self) -> dict[str, str]:
+        found = {}
+        for name in ("repository", "submission", "home"):
+            for path, text in snapshot(self.room / name).items():
+                if "__pycache__" not in path:
+                    found[f"{name}/{path}" if name != "repository" else path] = text
+        return found
+
+    def poll(self, table: sandbox.Table) -> bool:
+        """Whether the submission is through."""
+        ended = self.box.poll(table)
+        if ended is None:
+            return False
+        self.seconds = time.monotonic() - self.start
+        self.ends.append(ended)
+        self.lines.read(self.report)
+        self.report.close()
+        self.changes += [c for c in differences(self.before, self._snapshot())]
+        if not self.lines.finished:
+            self._after_early_end(ended)
+        if ended.killed in ("time", "stopped"):
+            self.todo.clear()
+        if self.todo:
+            self.begin()
+            return False
+        shutil.rmtree(self.room, ignore_errors=True)
+        return True
+
+    def _after_early_end(self, ended: sandbox.Ended) -> None:
+        """pytest itself is gone: each step that it did not finish gets a run of its own."""
+        how = {
+            "time": f"the run was ended after {self.options.seconds:g} s",
+            "memory": f"the run was ended: it held more than {_gigabytes(self.options.memory)}",
+            "processes": f"the run was ended: more than {sandbox.MOST_PROCESSES} processes",
+            "stopped": "grading was stopped",
+        }.get(ended.killed) or f"pytest {_code_text(ended.code)}"
+        running, self.lines.running = self.lines.running, None
+        self.died[self.step] = how + (f", in {test_name(running)}" if running else "")
+        if running:
+            kind = {"time": "time-out", "memory": "memory"}.get(ended.killed, "crash")
+            self.lines.outcome[running] = {
+                "test": running,
+                "step": self.lines.tests.get(running),
+                "outcome": "failed",
+                "state": None,
+                "kind": kind,
+                "reason": how,
+                "seconds": 0.0,
+                "printed": 0,
+            }
+        if self.step is None:
+            missing = {s for t, s in self.lines.tests.items() if t not in self.lines.outcome}
+            self.todo = sorted(missing) if self.lines.tests else list(self.options.steps)
+
+
+def _code_text(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended early with exit code {code}"
+
+
+def test_name(nodeid: str) -> str:
+    """A test as a report shows it: without the path of its file."""
+    return nodeid.split("::", 1)[-1]
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 2**30:.3g} GB"
+
+
+# ---------------------------------------------------------------- scoring
+@dataclass
+class StepRow:
+    """One step of one submission: points, and how its tests ended."""
+
+    points: float
+    of: float
+    passed: int
+    failed: int
+    tests: int
+    state: str
+
+
+@dataclass
+class Row:
+    """One submission's line in the report.
+
+    Attributes:
+        points: sum over the steps; None where nothing could be graded.
+        steps: step -> StepRow.
+        first_failure: name of the first failing test, and `reason` one line why.
+        guard: what the guard found, one line each.
+        events: what else happened: hung, crashed, killed for memory, printed much, wrote files.
+        failures: every failing test with its step and one line of reason.
+        seconds: wall time; `peak_mb` the most memory; `printed` bytes of output.
+        log: file with the output of pytest, or None.
+    """
+
+    name: str
+    points: float | None = None
+    of: float = 0.0
+    steps: dict[int, StepRow] = field(default_factory=dict)
+    first_failure: str = ""
+    reason: str = ""
+    guard: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    failures: list[dict] = field(default_factory=list)
+    seconds: float = 0.0
+    peak_mb: float = 0.0
+    printed: int = 0
+    log: str | None = None
+
+
+@dataclass
+class Baseline:
+    """What an untouched stub gives: all tests, and which of them need no work to pass.
+
+    Attributes:
+        tests: node id -> step, in the order in which they run.
+        passed: node ids that the stub passes.
+        skipped: node ids that are skipped on this machine.
+    """
+
+    tests: dict[str, int]
+    passed: set[str]
+    skipped: set[str]
+
+    def graded(self, step: int) -> bool:
+        """Whether the step has tests here that a submission can fail."""
+        return any(
+            s == step and t not in self.skipped and t not in self.passed
+            for t, s in self.tests.items()
+        )
+
+
+def baseline(job: Job) -> Baseline:
+    """The baseline from a finished run of the stub. Raises LoadError when it is no good."""
+    lines, lab = job.lines, job.options.lab
+    if not lines.tests or not lines.finished:
+        last = [line for line in job.ends[-1].output.splitlines() if line.strip()][-1:]
+        said = results.one_line(last[0]) if last else "it printed nothing"
+        raise LoadError(f"pytest does not run here on labs/{lab}/exercise.py: {said}")
+    states = {step: Counter() for step in job.options.steps}
+    for line in lines.outcome.values():
+        states[line["step"]][line["state"] or line["outcome"]] += 1
+    for step, counts in states.items():
+        if counts["passed"] + counts["failed"] and not counts[steps.NOT_WRITTEN]:
+            raise LoadError(
+                f"labs/{lab}/exercise.py is no untouched stub (step {step} is written), and points "
+                "are counted from the stub; put it back, then try again"
+            )
+    by = {o: {t for t, line in lines.outcome.items() if line["outcome"] == o} for o in _OUTCOMES}
+    return Baseline(lines.tests, by["passed"], by["skipped"])
+
+
+_OUTCOMES = ("passed", "skipped")
+
+
+def score(job: Job, base: Baseline) -> Row:
+    """A finished submission's row."""
+    row = Row(job.submission.name)
+    row.seconds = round(job.seconds, 1)
+    row.peak_mb = round(max((e.peak for e in job.ends), default=0) / 2**20)
+    memory_kills = sum(len(e.memory_kills) for e in job.ends)
+    lines = {
+        test: _judged(job, base, test, step, memory_kills) for test, step in base.tests.items()
+    }
+    for step in job.options.steps:
+        mine = {t: line for t, line in lines.items() if base.tests[t] == step}
+        of = job.options.points[step] if base.graded(step) else 0.0
+        row.steps[step] = _score_step(mine, base, of)
+    row.points = _floor(sum(s.points for s in row.steps.values()))
+    row.of = sum(s.of for s in row.steps.values())
+    for test, line in lines.items():
+        if line["outcome"] == "failed":
+            name, reason = test_name(test), line["reason"]
+            kind = line["kind"] or "error"
+            row.failures.append(
+                {"test": name, "step": base.tests[test], "kind": kind, "reason": reason}
+            )
+    if row.failures:
+        row.first_failure, row.reason = row.failures[0]["test"], row.failures[0]["reason"]
+    row.printed = sum(line["printed"] for line in lines.values()) + sum(e.printed for e in job.ends)
+    row.guard = _guard_findings(row, job)
+    row.events = _events(row, job, lines)
+    return row
+
+
+def _judged(job: Job, base: Baseline, test: str, step: int, memory_kills: int) -> dict:
+    """The outcome of one test: also of one that never ran, or that the submission skipped."""
+    line = job.lines.outcome.get(test)
+    if line is None:
+        how = job.died.get(step) or job.died.get(None) or "it gave no result"
+        line = {"outcome": "failed", "kind": "not run", "reason": f"not run: {how}", "printed": 0}
+        line["state"] = None
+    elif line["outcome"] == "skipped" and test not in base.skipped:
+        line = {**line, "outcome": "failed", "reason": f"skips itself: {line['reason']}"}
+    elif line["kind"] == "crash" and "SIGKILL" in line["reason"] and memory_kills:
+        used = _gigabytes(job.options.memory)
+        line = {**line, "kind": "memory", "reason": f"killed: it held more than {used} of memory"}
+    return line
+
+
+def _score_step(lines: dict[str, dict], base: Baseline, of: float) -> StepRow:
+    passed = {t for t, line in lines.items() if line["outcome"] == "passed"}
+    failed = {t for t, line in lines.items() if line["outcome"] == "failed"}
+    earned = len(passed - base.passed)
+    counted = earned + len(failed)
+    points = _floor(of * earned / counted) if counted else 0.0
+    states = {line["state"] for line in lines.values()}
+    if not failed:
+        state = "passed" if passed else "skipped"
+    else:
+        state = next((s for s in (steps.NOT_LOADED, steps.NOT_WRITTEN) if s in states), "failing")
+        if any(lines[t]["state"] is None for t in failed) and state == steps.NOT_WRITTEN:
+            state = "failing"
+    return StepRow(points, of, len(passed), len(failed), len(passed) + len(failed), state)
+
+
+def _floor(points: float) -> float:
+    """Two decimals, never rounded up: full points mean that every test passes."""
+    return math.floor(points * 100 + 1e-6) / 100
+
+
+def _guard_findings(row: Row, job: Job) -> list[str]:
+    """Each finding once, with the tests that had it."""
+    found: dict[str, list[str]] = {}
+    for failure in row.failures:
+        if failure["kind"] == "guard":
+            found.setdefault(failure["reason"], []).append(failure["test"])
+    for test, text in job.lines.refused:
+        if text.startswith("read of the reference"):
+            found.setdefault(text, []).append(test_name(test))
+    return [f"{text} ({_tests(tests)})" for text, tests in found.items()]
+
+
+def _events(row: Row, job: Job, lines: dict[str, dict]) -> list[str]:
+    """What a submission did beside passing and failing tests, one line each."""
+    events = []
+    for failure in row.failures:
+        if failure["kind"] in HOW:
+            events.append(f"{HOW[failure['kind']]} in {failure['test']}: {failure['reason']}")
+    for step, how in job.died.items():
+        events.append(f"{'whole run' if step is None else f'step {step}'}: {how}")
+    for test, line in lines.items():
+        if line["printed"] > CHATTY:
+            events.append(f"printed {line['printed'] / 1e6:.1f} MB in {test_name(test)}")
+    outside = sum(e.printed for e in job.ends)
+    if outside > CHATTY:
+        events.append(f"printed {outside / 1e6:.1f} MB past pytest")
+    refused: dict[str, list[str]] = {}
+    for test, text in job.lines.refused:
+        if not text.startswith("read of the reference"):
+            refused.setdefault(text, []).append(test_name(test))
+    events += [f"refused: {text} ({_tests(tests)})" for text, tests in _first(refused)]
+    changes = list(dict.fromkeys(job.changes))
+    events += [f"{change} in its own copy" for change in changes[:5]]
+    if len(changes) > 5:
+        events.append(f"{len(changes) - 5} more files made, changed or deleted in its own copy")
+    left = sum(e.left for e in job.ends)
+    if left:
+        events.append(f"left {left} processes running; ended")
+    return events
+
+
+def _first(found: dict[str, list[str]], most: int = 5):
+    return list(found.items())[:most]
+
+
+def _tests(tests: list[str]) -> str:
+    unique = list(dict.fromkeys(tests))
+    return unique[0] + (f" and {len(unique) - 1} more" if len(unique) > 1 else "")
+
+
+# ---------------------------------------------------------------- reports
+def _cell(value) -> str:
+    """Text of a CSV cell; a spreadsheet must not take it for a formula."""
+    text = "" if value is None else str(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
+def write_csv(rows: list[Row], options: Options, file: Path) -> None:
+    """One line a submission."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    numbers = list(options.steps)
+    writer.writerow(
+        ["submission", "points", "of"]
+        + [f"step {n}" for n in numbers]
+        + [f"step {n} tests" for n in numbers]
+        + ["first failure", "reason", "guard", "events", "seconds", "peak MB", "printed bytes"]
+    )
+    for row in rows:
+        got = [row.steps.get(n) for n in numbers]
+        line = [row.name, "" if row.points is None else f"{row.points:g}", f"{row.of:g}"]
+        line += ["" if s is None else f"{s.points:g}" for s in got]
+        line += ["" if s is None else f"{s.passed} of {s.tests}" for s in got]
+        line += [row.first_failure, row.reason, "; ".join(row.guard), "; ".join(row.events)]
+        writer.writerow(map(_cell, [*line, row.seconds, f"{row.peak_mb:g}", row.printed]))
+    _replace(file, out.getvalue())
+
+
+def write_json(rows: list[Row], options: Options, file: Path, about: dict) -> None:
+    """Everything, with versions, limits and the command."""
+    report = {
+        **about,
+        "lab": options.lab,
+        "steps": {str(n): name for n, name in options.steps.items()},
+        "points": {str(n): p for n, p in options.points.items()},
+        "limits": {"seconds": options.seconds, "memory_gb": options.memory / 2**30},
+        "seed": options.seed,
+        "submissions": [asdict(row) for row in rows],
+    }
+    _replace(file, json.dumps(report, indent=1) + "\n")
+
+
+def _replace(file: Path, text: str) -> None:
+    fresh = file.with_suffix(file.suffix + ".part")
+    fresh.write_text(text)
+    os.replace(fresh, file)
+
+
+def table(rows: list[Row], options: Options) -> list[str]:
+    """One row a submission, then what happened to those that did not pass."""
+    width = max([len("submission"), *(len(_clip(row.name, 28)) for row in rows)])
+    head = f"{'submission':<{width}}" + "".join(f"{f'step {n}':>9}" for n in options.steps)
+    lines = [head + f"{'points':>9}{'of':>5}{'time':>8}  what happened"]
+    lines.append("-" * len(lines[0]))
+    for row in rows:
+        text = f"{_clip(row.name, 28):<{width}}"
+        for n in options.steps:
+            step = row.steps.get(n)
+            text += f"{'-' if step is None or not step.of else f'{step.points:g}':>9}"
+        points = "-" if row.points is None else f"{row.points:g}"
+        text += f"{points:>9}{row.of:>5g}{row.seconds:>6.0f} s  {summary(row)}"
+        lines.append(text.rstrip())
+    for row in rows:
+        details = _details(row)
+        if details:
+            lines += ["", row.name, *(f"  {_clip(line, 150)}" for line in details)]
+    return lines
+
+
+def summary(row: Row) -> str:
+    """A submission in a few words."""
+    if row.points is None:
+        return "not graded"
+    if not row.failures and not row.events:
+        return "all tests pass"
+    words = []
+    kinds = Counter(f["kind"] for f in row.failures)
+    states = {s.state for s in row.steps.values()}
+    if states & {steps.NOT_LOADED}:
+        words.append("does not load")
+    elif row.failures and all(s.state == steps.NOT_WRITTEN for s in row.steps.values() if s.of):
+        words.append("not written")
+    elif row.failures:
+        words.append(f"{len(row.failures)} tests fail")
+    words += [text for kind, text in HOW.items() if kinds[kind]]
+    if row.guard:
+        words.append("guard")
+    for sign in ("printed", "refused", "left"):
+        if any(event.startswith(sign) for event in row.events):
+            words.append({"left": "left processes"}.get(sign, sign))
+    if any("in its own copy" in event for event in row.events):
+        words.append("wrote files")
+    return ", ".join(words)
+
+
+def _details(row: Row) -> list[str]:
+    lines = []
+    if row.first_failure:
+        lines.append(f"first failure: {row.first_failure}: {row.reason}")
+    lines += [f"guard: {text}" for text in row.guard[:3]]
+    if len(row.guard) > 3:
+        lines.append(f"guard: {len(row.guard) - 3} more findings")
+    lines += row.events[:8]
+    if len(row.events) > 8:
+        lines.append(f"{len(row.events) - 8} more events, in results.json")
+    return lines
+
+
+def _clip(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+# ---------------------------------------------------------------- the command
+def add_arguments(parser) -> None:
+    """Options of `python -m labs grade`."""
+    add = parser.add_argument
+    add("folder", metavar="DIR", type=Path, help="submissions: name.py or name/exercise.py")
+    add("--lab", default="06", help="the lab's number or folder (default 06)")
+    add("-j", dest="jobs", type=_count, metavar="N", help="run N at a time (default: all cores)")
+    add("--time-limit", type=_size, default=120.0, metavar="S", help="seconds each (default 120)")
+    add("--memory-limit", type=_size, default=4.0, metavar="GB", help="memory each (default 4)")
+    add("--points", default="", metavar="1=10,2=25", help=f"points of steps (default {POINTS:g})")
+    add("--seed", type=int, default=0, help="seed of the tests' random inputs (default 0)")
+    add("--out", type=Path, help="folder for results (default runs/grade-NN-TIME)")
+    parser.epilog = (
+        "example: python -m labs grade submissions --lab 06 -j 2 --points 1=10,5=30\n"
+        "exit code: 0 when every submission was graded, whatever its points\n"
+        "labs/GRADING.md says how points are counted and what is watched"
+    )
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def _size(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise ValueError
+    return float(text)
+
+
+_count.__name__, _size.__name__ = "positive whole number", "positive number"
+
+
+def points_of(text: str, numbers: list[int]) -> dict[int, float]:
+    """Points of each step from "1=10,2=25"; the others keep the default."""
+    points = dict.fromkeys(numbers, POINTS)
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"\s*(\d+)\s*=\s*(\d+(?:\.\d+)?)\s*", part)
+        if not match or int(match[1]) not in points:
+            known = ", ".join(map(str, numbers))
+            raise LoadError(f"--points: {part!r} is not STEP=POINTS with a step of {known}")
+        points[int(match[1])] = float(match[2])
+    return points
+
+
+def run(args) -> int:
+    """The command."""
+    problem = sandbox.unavailable()
+    if problem:
+        raise LoadError(f"grade {problem}")
+    lab = find_lab(args.lab).name
+    declared = steps.declared(lab)
+    if not declared:
+        raise LoadError(f"labs/{lab} declares no STEPS")
+    if not args.folder.is_dir():
+        raise LoadError(f"no folder {str(args.folder)!r}")
+    folder = args.folder.resolve()
+    submissions, ignored = find_submissions(folder, lab)
+    if not submissions:
+        raise LoadError(f"no submissions in {args.folder}: wanted name.py or name/exercise.py")
+    options = Options(
+        lab,
+        declared,
+        points_of(args.points, list(declared)),
+        args.time_limit,
+        int(args.memory_limit * 2**30),
+        args.seed,
+    )
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    out = (args.out or ROOT / "runs" / f"grade-{lab[:2]}-{stamp}").resolve()
+    if out.is_dir() and any(out.iterdir()):
+        raise LoadError(f"--out: {args.out} is not empty; results go to a new or empty folder")
+    grading = Grading(folder, submissions, options, out, args.jobs or _cores())
+    if ignored:
+        grading.warnings.append(f"not submissions: {', '.join(ignored[:5])}")
+    return grading.run()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Grading:
+    """All submissions of a folder, some at a time; reports are written after each."""
+
+    def __init__(self, folder, submissions, options: Options, out: Path, jobs: int):
+        self.folder, self.submissions, self.options = folder, submissions, options
+        self.out, self.jobs = out, jobs
+        self.rows: dict[str, Row] = {}
+        self.warnings: list[str] = []
+        self.about = {
+            "command": shlex.join(["python", "-m", "labs", *sys.argv[1:]]),
+            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "versions": bench.versions(),
+        }
+
+    def run(self) -> int:
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "logs").mkdir(exist_ok=True)
+        root = self.options.root
+        files = [
+            path
+            for path in handout.walk(root)
+            if handout.why_left_out(path) is None
+            and (path.parts[0] == "labs" or path.name in ("conftest.py", "pyproject.toml"))
+        ]
+        self.watched = {root: handout.walk(root), self.folder: None}
+        self.seen = {place: self._look(place) for place in self.watched}
+        work = Path(tempfile.mkdtemp(prefix="labs-grade-"))
+        interrupted = False
+        try:
+            queue = self._prepare(work, files)
+            self.base = self._baseline(work, files)
+            self._run_all(queue)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        if interrupted and not self.rows:
+            raise KeyboardInterrupt
+        return self._report(interrupted)
+
+    def _prepare(self, work: Path, files: list[Path]) -> list[Job]:
+        """Copies all submissions, before any of them runs."""
+        queue = []
+        (work / "handed-in").mkdir()
+        for number, submission in enumerate(self.submissions, 1):
+            if submission.problem:
+                row = Row(submission.name, None, reason=submission.problem)
+                row.events.append(submission.problem)
+                self.rows[submission.name] = row
+                continue
+            kept = work / "handed-in" / f"{number}.py"
+            shutil.copyfile(submission.file, kept)
+            room = work / f"{number}"
+            queue.append(Job(submission, kept, room, self.options, files))
+        return queue
+
+    def _baseline(self, work: Path, files: list[Path]) -> Baseline:
+        lab = self.options.root / "labs" / self.options.lab
+        stub = Submission("the untouched stub", lab / "exercise.py")
+        print(
+            f"{self.options.lab}: {len(self.submissions)} submissions, {self.jobs} at a time; ",
+            end="",
+        )
+        print(f"{self.options.seconds:g} s, {_gigabytes(self.options.memory)} each", flush=True)
+        job = Job(stub, stub.file, work / "stub", self.options, files)
+        self._loop([job], lambda job: None)
+        base = baseline(job)
+        todo = len(base.tests) - len(base.passed) - len(base.skipped)
+        text = f"untouched stub: {len(base.tests)} tests, {todo} of them count"
+        print(f"{text}  ({job.seconds:.0f} s)", flush=True)
+        for step in self.options.steps:
+            if not base.graded(step):
+                self.warnings.append(f"step {step} cannot be graded on this machine: all skipped")
+        return base
+
+    def _run_all(self, queue: list[Job]) -> None:
+        total, start = len(queue), time.monotonic()
+        done = 0
+
+        def finished(job: Job):
+            nonlocal done
+            done += 1
+            row = score(job, self.base)
+            row.log = self._keep_log(job)
+            self.rows[row.name] = row
+            self._write()
+            left = (time.monotonic() - start) / done * (total - done)
+            rest = f"  about {left / 60:.0f} min left" if left > 90 else ""
+            print(
+                f"[{done}/{total}] {row.name}: {row.points:g} of {row.of:g}, {summary(row)}  "
+                f"({row.seconds:.0f} s){rest}",
+                flush=True,
+            )
+
+        self._loop(queue, finished)
+
+    def _loop(self, queue: list[Job], finished) -> None:
+        """Runs jobs, `self.jobs` at a time; calls `finished` after each."""
+        queue, running = list(queue), []
+        try:
+            while queue or running:
+                while queue and len(running) < self.jobs:
+                    running.append(queue.pop(0))
+                    running[-1].begin()
+                table = sandbox.Table.now()
+                ended = [job for job in running if job.poll(table)]
+                if ended:
+                    self._look_again([job.submission.name for job in running])
+                running = [job for job in running if job not in ended]
+                for job in ended:
+                    finished(job)
+                deadline = time.monotonic() + TURN
+                while running and (left := deadline - time.monotonic()) > 0:
+                    ready, _, _ = select.select([job.box for job in running], [], [], left)
+                    if ready:
+                        for job in running:
+                            job.box._drain()
+                        time.sleep(min(0.02, max(0.0, deadline - time.monotonic())))
+        finally:
+            for job in running:  # after Ctrl-C
+                job.box.stop("stopped")
+
+    def _look(self, place: Path) -> dict[str, str]:
+        found = snapshot(place, self.watched[place], content=False)
+        if self.out.is_relative_to(place):
+            inside = str(self.out.relative_to(place))
+            found = {path: text for path, text in found.items() if not path.startswith(inside)}
+        return found
+
+    def _look_again(self, names: list[str]) -> None:
+        """Says what changed in the real folders: by a submission that ran, or by somebody else."""
+        for place, before in self.seen.items():
+            after = self._look(place)
+            for change in differences(before, after):
+                verb, path = change.split(" ", 1)
+                while_ = ", ".join(names)
+                self.warnings.append(f"{place / path} was {verb} while these ran: {while_}")
+            self.seen[place] = after
+
+    def _keep_log(self, job: Job) -> str | None:
+        text = "\n".join(end.output for end in job.ends)
+        if not text.strip():
+            return None
+        name = re.sub(r"[^\w.-]", "_", job.submission.name)
+        file = self.out / "logs" / f"{name}.txt"
+        file.write_text(text)
+        return str(file.relative_to(self.out))
+
+    def _ordered(self) -> list[Row]:
+        return [self.rows[s.name] for s in self.submissions if s.name in self.rows]
+
+    def _write(self) -> list[Path]:
+        files = [self.out / "results.csv", self.out / "results.json"]
+        write_csv(self._ordered(), self.options, files[0])
+        about = {**self.about, "warnings": self.warnings}
+        about["complete"] = len(self.rows) == len(self.submissions)
+        write_json(self._ordered(), self.options, files[1], about)
+        return files
+
+    def _report(self, interrupted: bool) -> int:
+        files, rows = self._write(), self._ordered()
+        print("\n" + "\n".join(table(rows, self.options)) + "\n")
+        for text in self.warnings:
+            print(f"note: {text}")
+        for file in files:
+            print(
+                f"wrote {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}"
+            )
+        if interrupted:
+            missing = len(self.submissions) - len(rows)
+            print(f"stopped; {missing} submissions were not graded", file=sys.stderr)
+            return 130
+        return 1 if any(row.points is None for row in rows) else 0

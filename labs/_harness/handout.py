@@ -1,0 +1,145 @@
+"""`python -m labs handout DIR`: the student edition, the repository without its references.
+
+Left out are the references (solution.py, mutants.py, extras/*_solution.*), the authors' tests, and
+the CI that runs both. Everything else is copied as it is, and the suite runs there.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from labs._harness import steps
+from labs._impl import ROOT
+
+# Pattern of paths in the repository -> why students do not get them.
+LEFT_OUT = {
+    "labs/[0-9][0-9]_*/solution.py": "reference",
+    "labs/[0-9][0-9]_*/mutants.py": "planted faults",
+    "labs/[0-9][0-9]_*/extras/*_solution.*": "reference",
+    "labs/_harness/tests/*": "tests of the machinery, for authors",
+    "labs/test_curriculum.py": "tests of the labs themselves, for authors",
+    ".ci/run": "what CI of this repository runs",
+    ".github/workflows/*": "CI of this repository",
+}
+
+# Without git: what is no part of the repository.
+NOT_OURS = (
+    ".*_cache __pycache__ *.egg-info .venv venv .git .ipynb_checkpoints runs build node_modules "
+    ".DS_Store *.pyc"
+).split()
+
+NOTE = """
+> **Student edition.** The references are not here, so commands with `--impl=solution` do not work;
+> leave that option out. Begin at "You are a student" below.
+"""
+
+
+def repository_files(root: Path = ROOT) -> list[Path]:
+    """Files of the repository, relative to `root`: git's tracked ones, or without git a walk."""
+    git = ["git", "-C", str(root), "ls-files", "-z", "--cached"]
+    try:
+        listed = subprocess.run(git, capture_output=True, check=False)
+    except OSError:  # no git
+        listed = None
+    if listed is not None and listed.returncode == 0 and listed.stdout:
+        names = listed.stdout.decode().rstrip("\0").split("\0")
+        return sorted(Path(name) for name in set(names) if (root / name).is_file())
+    return walk(root)
+
+
+def walk(root: Path) -> list[Path]:
+    """Files below `root`, relative to it, without caches, environments and results."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not _not_ours(name)]
+        found += [Path(folder, name).relative_to(root) for name in files if not _not_ours(name)]
+    return sorted(found)
+
+
+def _not_ours(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in NOT_OURS)
+
+
+def why_left_out(path: Path) -> str | None:
+    """The reason why students do not get this file, or None for a file that they do get."""
+    for pattern, reason in LEFT_OUT.items():
+        if fnmatch.fnmatch(path.as_posix(), pattern):
+            return reason
+    return None
+
+
+def written_steps(lab: Path) -> list[int]:
+    """Steps of a lab whose stub no longer says that it is unwritten."""
+    stub = lab / "exercise.py"
+    text = stub.read_text() if stub.is_file() else ""
+    unwritten = {int(match[2]) for match in steps.UNWRITTEN.finditer(text)}
+    return [number for number in steps.declared(lab.name) if number not in unwritten]
+
+
+def copy(root: Path, files: list[Path], folder: Path) -> None:
+    """Copies files of `root`, given relative to it, to the same places below `folder`."""
+    for path in files:
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / path, target)
+        shutil.copymode(root / path, target)
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a new or empty folder")
+    parser.epilog = (
+        "example: python -m labs handout ../attention-labs-students\n"
+        "labs/GRADING.md says how to hand it out and how to grade what comes back"
+    )
+
+
+def refusal(folder: Path) -> str | None:
+    """Why the student edition cannot be written to `folder`, or None."""
+    full = folder.resolve()
+    if full.is_relative_to(ROOT.resolve()):
+        return f"{folder} lies inside the repository; wanted a folder outside it"
+    if full.exists() and not full.is_dir():
+        return f"{folder} is a file; wanted a new or empty folder"
+    if full.is_dir() and any(full.iterdir()):
+        return f"{folder} is not empty; wanted a new or empty folder"
+    for lab in sorted(ROOT.glob("labs/[0-9][0-9]_*")):
+        solved = written_steps(lab)
+        if solved:
+            return (
+                f"{lab.relative_to(ROOT)}/exercise.py is no untouched stub (step {solved[0]} is "
+                "written), and would be handed out; put the stub back, then try again"
+            )
+    return None
+
+
+def run(args) -> int:
+    problem = refusal(args.folder)
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    reasons = {path: why_left_out(path) for path in repository_files(ROOT)}
+    kept = [path for path, reason in reasons.items() if reason is None]
+    copy(ROOT, kept, args.folder)
+    readme = args.folder / "README.md"
+    if readme.is_file():
+        title, _, rest = readme.read_text().partition("\n")
+        readme.write_text(f"{title}\n{NOTE}{rest}")
+    print(f"wrote {len(kept)} files to {args.folder}; README.md has a note for students on top")
+    print("left out:")
+    shown: dict[str, list[str]] = {}
+    for path, reason in reasons.items():
+        if reason:
+            shown.setdefault(reason, []).append(path.as_posix())
+    for reason, paths in shown.items():
+        where = paths if len(paths) <= 3 else [f"{paths[0]} and {len(paths) - 1} more"]
+        print(f"  {', '.join(where)}: {reason}")
+    lab = next(iter(sorted(p for p in kept if re.match(r"labs/\d\d_\w+/exercise\.py", str(p)))))
+    print(f"check it: cd {args.folder} && python -m pytest {lab.parent.as_posix()}")
+    print("          every step must be reported as not written")
+    return 0
