@@ -34,6 +34,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="plant each fault of mutants.py in the reference and print which the tests catch",
     )
+    group.addoption(
+        "--write-handout",
+        action="store_true",
+        help="with --mutants: also write the result into the labs' handouts",
+    )
 
 
 def pytest_configure(config):
@@ -45,9 +50,10 @@ def pytest_configure(config):
     config.pluginmanager.register(isolate.Isolation(config), "labs-isolation")
     scratch = tempfile.TemporaryDirectory(prefix="labs-")
     config.add_cleanup(scratch.cleanup)
-    config.pluginmanager.register(mutants.Diagnosis(Path(scratch.name)), "labs-diagnosis")
     if config.getoption("mutants"):
         mutants.register(config, Path(scratch.name))
+    else:
+        config.pluginmanager.register(mutants.Diagnosis(Path(scratch.name)), "labs-diagnosis")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -203,6 +203,17 @@ def test_flash_forward_score_ranges(lab, device, kind, causal):
 
 
 @step2
+@causal_or_full
+@pytest.mark.parametrize("sign", [1, -1])
+def test_flash_forward_huge_equal_scores(lab, device, sign, causal):
+    # Scores near 1e11 of either sign: exp(s - m) is exactly 1, and no finite number is "-inf".
+    x = torch.full((1, 1, 20, 64), 133120.0, device=device)
+    out, lse = lab.flash_attention_forward(x, sign * x, x, causal=causal, block_q=8, block_k=8)
+    assert torch.equal(out, x), f"equal scores weigh equally: want 133120, got {out[0, 0, :, 0]}"
+    assert torch.isfinite(lse).all()
+
+
+@step2
 def test_flash_forward_half_scores_do_not_overflow(lab, device):
     q, k, v = oracle.qkv(1, 1, 20, 64, dtype=F16, device=device)
     check_forward(lab, q * 60, k * 60, v)  # q.k before scaling passes 65,504
@@ -372,6 +383,16 @@ def test_flash_backward_dtypes(lab, device, dtype, causal):
 
 
 @step3
+@pytest.mark.parametrize(("T", "S"), [(640, 4), (4, 640)])
+def test_flash_backward_sums_in_float32(lab, device, T, S):
+    # Many small terms of one sign: a sum kept in bfloat16 stops growing after 256 of them.
+    v = torch.ones(1, 1, S, 8, dtype=BF16, device=device)
+    q, k, _ = oracle.qkv(1, 1, T, 8, S=S, dtype=BF16, device=device)
+    dout = oracle.inputs(1, 1, T, 8, dtype=BF16, device=device).abs()
+    check_backward(lab, (q * 0.1).abs(), (k * 0.1).abs(), v, dout, False, 2, 2)
+
+
+@step3
 @pytest.mark.parametrize(("T", "S"), [(13, 29), (29, 13), (1, 40), (40, 1)])
 def test_flash_backward_cross_attention_lengths(lab, device, T, S):
     q, k, v = oracle.qkv(1, 2, T, 8, S=S, device=device)
@@ -482,10 +503,11 @@ def test_triton_softmax_shapes(lab, device, n_rows, n_cols):
 
 @step4
 def test_triton_softmax_large_values(lab, device):
-    x = oracle.inputs(4, 50, device=device) * 300
+    x = oracle.inputs(5, 50, device=device) * 300
     x[1] += 1e4
-    x[2] -= 1e4
-    x[3] = 0.0
+    x[2] = x[2] / 100 - 1e5
+    x[3] = -3e38  # below every finite number that could stand for -inf
+    x[4] = 0.0
     oracle.softmax(x).check(lab.triton_softmax(x))
 
 
@@ -618,12 +640,14 @@ def test_triton_flash_attention_score_ranges(lab, device, kind, causal):
 
 
 @step5
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("D", [32, 64])
-def test_triton_flash_attention_huge_equal_scores(lab, device, D):
-    # Scores near 1e11: exp(s - m) must be exactly 1, however s and m were rounded on the way.
+def test_triton_flash_attention_huge_equal_scores(lab, device, D, sign):
+    # Scores near 1e11: exp(s - m) must be exactly 1, however s and m were rounded on the way,
+    # and scores near -1e11 lie below every finite number that could stand for -inf.
     dtype = F32 if here.interpret else BF16
     x = torch.full((1, 1, 20, D), 133120.0, dtype=dtype, device=device)
-    out, lse = lab.triton_flash_attention(x, x, x)
+    out, lse = lab.triton_flash_attention(x, sign * x, x, causal=sign < 0)
     assert torch.equal(out, x), f"equal scores weigh equally: want 133120, got {out[0, 0, 0, 0]}"
     assert torch.isfinite(lse).all()
 
@@ -726,7 +750,7 @@ def test_triton_flash_attention_rejects(lab, device):
         with pytest.raises(ValueError, match="block_n"):
             lab.triton_flash_attention(q, k, v, block_n=block)
     many = q[:1, :1, :1].expand(70_000, 1, 1, 16)
-    with pytest.raises(ValueError, match="65,535"):
+    with pytest.raises(ValueError, match="65,535"), lab.last_program_only():
         lab.triton_flash_attention(many, many, many)
     if here.interpret:
         with pytest.raises(ValueError, match="bfloat16"):

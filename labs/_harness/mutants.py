@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import re
 import time
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +190,24 @@ class KillMatrix:
     def pytest_terminal_summary(self, terminalreporter):
         for line in self.table():
             terminalreporter.write_line(line)
+        if self.config.getoption("write_handout"):
+            for lab in sorted({lab for lab, _ in self.verdicts}):
+                self.write_handout(lab)
+
+    def write_handout(self, lab: str) -> None:
+        """Puts the score, and each fault with its test, between the markers of a lab's handout."""
+        rows = [v for name, v in self.verdicts if name == lab]
+        lines = [MARKERS[0], f"`pytest --mutants labs/{lab}`: {score(rows)}.", ""]
+        lines += ["| step | kind | fault | what is wrong | test |", "|---|---|---|---|---|"]
+        for v in rows:
+            m = v.mutant
+            what = re.sub(r" \(handout .*?\)$", "", m.teaches)
+            result = f"`{m.caught_by}`" if v.outcome == "caught" else f"**{v.outcome}**"
+            lines.append(f"| {m.step} | {m.kind} | {m.id} | {what} | {result} |")
+        file = _impl.LABS / lab / "README.md"
+        before, _, rest = file.read_text().partition(MARKERS[0])
+        after = rest.partition(MARKERS[1])[2]
+        file.write_text(before + "\n".join([*lines, MARKERS[1]]) + after)
 
     def table(self) -> list[str]:
         """The kill matrix as lines of text, a score for each lab at its end."""
@@ -214,6 +233,7 @@ def score(rows: list[Verdict]) -> str:
     return f"caught {sum(caught.values())} of {sum(total.values())}: {kinds}"
 
 
+MARKERS = "<!-- generated:kill-matrix -->", "<!-- end generated -->"
 _PLURAL = {"bug": "bugs", "waste": "wastes", "cheat": "cheats"}
 _matrix: KillMatrix | None = None  # for the pool's workers, which inherit it by fork
 
@@ -292,7 +312,8 @@ class Diagnosis:
                 continue
             try:
                 module = _impl.load(lab, str(write(mutant, lab, self.folder)))
-                with _watched():
+                with _watched(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # NaN is what some planted bugs are about
                     theirs = getattr(module, name)(*args, **kwargs)
             except Exception:  # a bug that crashes gave no result
                 continue
