@@ -210,7 +210,8 @@ def test_flash_forward_huge_equal_scores(lab, device, sign, causal):
     x = torch.full((1, 1, 20, 64), 133120.0, device=device)
     out, lse = lab.flash_attention_forward(x, sign * x, x, causal=causal, block_q=8, block_k=8)
     assert torch.equal(out, x), f"equal scores weigh equally: want 133120, got {out[0, 0, :, 0]}"
-    assert torch.isfinite(lse).all()
+    score = torch.full_like(lse, sign * 8 * 133120.0**2)
+    assert torch.equal(lse, score), f"want {score[0, 0, 0]}, got {lse[0, 0]}"
 
 
 @step2
@@ -383,13 +384,10 @@ def test_flash_backward_dtypes(lab, device, dtype, causal):
 
 
 @step3
-@pytest.mark.parametrize(("T", "S"), [(640, 4), (4, 640)])
-def test_flash_backward_sums_in_float32(lab, device, T, S):
-    # Many small terms of one sign: a sum kept in bfloat16 stops growing after 256 of them.
-    v = torch.ones(1, 1, S, 8, dtype=BF16, device=device)
-    q, k, _ = oracle.qkv(1, 1, T, 8, S=S, dtype=BF16, device=device)
-    dout = oracle.inputs(1, 1, T, 8, dtype=BF16, device=device).abs()
-    check_backward(lab, (q * 0.1).abs(), (k * 0.1).abs(), v, dout, False, 2, 2)
+def test_flash_backward_sums_in_float32(lab, device):
+    # 320 equal terms: a sum kept in bfloat16 (8 bits) stops growing at 256 of them.
+    q, k, v = oracle.qkv(1, 1, 640, 8, S=4, dtype=BF16, device=device)
+    check_backward(lab, q * 0.01, k * 0.01, v, torch.ones_like(q), False, 2, 4)
 
 
 @step3

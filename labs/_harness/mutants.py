@@ -130,6 +130,7 @@ class KillMatrix:
         labs = sorted({lab for lab, _ in self.items})
         work = [(lab, mutant) for lab in labs for mutant in of_lab(lab)]
         baseline = sorted({(lab, mutant.caught_by) for lab, mutant in work})
+        session.testscollected = len(work)
         with multiprocessing.get_context("fork").Pool(os.cpu_count(), _single_thread) as pool:
             global _matrix
             for (lab, name), problem in pool.imap(_try_reference, baseline):
@@ -198,12 +199,17 @@ class KillMatrix:
         """Puts the score, and each fault with its test, between the markers of a lab's handout."""
         rows = [v for name, v in self.verdicts if name == lab]
         lines = [MARKERS[0], f"`pytest --mutants labs/{lab}`: {score(rows)}.", ""]
+        lines += [
+            "<details><summary>Every planted fault, and the test that catches it</summary>",
+            "",
+        ]
         lines += ["| step | kind | fault | what is wrong | test |", "|---|---|---|---|---|"]
         for v in rows:
             m = v.mutant
             what = re.sub(r" \(handout .*?\)$", "", m.teaches)
             result = f"`{m.caught_by}`" if v.outcome == "caught" else f"**{v.outcome}**"
             lines.append(f"| {m.step} | {m.kind} | {m.id} | {what} | {result} |")
+        lines += ["", "</details>"]
         file = _impl.LABS / lab / "README.md"
         before, _, rest = file.read_text().partition(MARKERS[0])
         after = rest.partition(MARKERS[1])[2]
