@@ -19,6 +19,7 @@ import re
 import select
 import shlex
 import shutil
+import signal
 import stat
 import sys
 import tempfile
@@ -186,9 +187,9 @@ class Options:
 class Job:
     """One submission on its way through pytest: usually one run, more after an early end."""
 
-    def __init__(self, submission: Submission, file: Path, room: Path, options: Options, copied):
+    def __init__(self, submission: Submission, file: Path, room: Path, options: Options, template):
         self.submission, self.file, self.room, self.options = submission, file, room, options
-        self.copied = copied  # files of the repository that a run needs
+        self.template = template  # the repository as it was when grading began
         self.lines, self.ends, self.changes = Lines(), [], []
         self.died: dict[int | None, str] = {}  # step run (None: all of them) -> how pytest ended
         self.todo: list[int | None] = [None]
@@ -204,7 +205,7 @@ class Job:
         shutil.rmtree(self.room, ignore_errors=True)
         for name in ("home", "tmp", "submission"):
             (self.room / name).mkdir(parents=True)
-        handout.copy(self.options.root, self.copied, self.room / "repository")
+        shutil.copytree(self.template, self.room / "repository")
         under_test = self.room / "submission" / "submission.py"
         shutil.copyfile(self.file, under_test)
         self.before = self._snapshot()
@@ -391,7 +392,9 @@ def score(job: Job, base: Baseline) -> Row:
     row.peak_mb = round(max((e.peak for e in job.ends), default=0) / 2**20)
     memory_kills = sum(len(e.memory_kills) for e in job.ends)
     lines = {
-        test: _judged(job, base, test, step, memory_kills) for test, step in base.tests.items()
+        test: _judged(job, test, step, memory_kills)
+        for test, step in base.tests.items()
+        if test not in base.skipped
     }
     for step in job.options.steps:
         mine = {t: line for t, line in lines.items() if base.tests[t] == step}
@@ -414,19 +417,19 @@ def score(job: Job, base: Baseline) -> Row:
     return row
 
 
-def _judged(job: Job, base: Baseline, test: str, step: int, memory_kills: int) -> dict:
+def _judged(job: Job, test: str, step: int, memory_kills: int) -> dict:
     """The outcome of one test: also of one that never ran, or that the submission skipped."""
     line = job.lines.outcome.get(test)
     if line is None:
         how = job.died.get(step) or job.died.get(None) or "it gave no result"
         line = {"outcome": "failed", "kind": "not run", "reason": f"not run: {how}", "printed": 0}
         line["state"] = None
-    elif line["outcome"] == "skipped" and test not in base.skipped:
+    elif line["outcome"] == "skipped":
         line = {**line, "outcome": "failed", "reason": f"skips itself: {line['reason']}"}
     elif line["kind"] == "crash" and "SIGKILL" in line["reason"] and memory_kills:
         used = _gigabytes(job.options.memory)
         line = {**line, "kind": "memory", "reason": f"killed: it held more than {used} of memory"}
-    return line
+    return {**line, "reason": line["reason"].replace(f"{job.room}/submission/", "")}
 
 
 def _score_step(lines: dict[str, dict], base: Baseline, of: float) -> StepRow:
@@ -435,13 +438,11 @@ def _score_step(lines: dict[str, dict], base: Baseline, of: float) -> StepRow:
     earned = len(passed - base.passed)
     counted = earned + len(failed)
     points = _floor(of * earned / counted) if counted else 0.0
-    states = {line["state"] for line in lines.values()}
     if not failed:
         state = "passed" if passed else "skipped"
     else:
-        state = next((s for s in (steps.NOT_LOADED, steps.NOT_WRITTEN) if s in states), "failing")
-        if any(lines[t]["state"] is None for t in failed) and state == steps.NOT_WRITTEN:
-            state = "failing"
+        states = {lines[test]["state"] or "failing" for test in failed}
+        state = states.pop() if len(states) == 1 else "failing"
     return StepRow(points, of, len(passed), len(failed), len(passed) + len(failed), state)
 
 
@@ -480,7 +481,9 @@ def _events(row: Row, job: Job, lines: dict[str, dict]) -> list[str]:
     for test, text in job.lines.refused:
         if not text.startswith("read of the reference"):
             refused.setdefault(text, []).append(test_name(test))
-    events += [f"refused: {text} ({_tests(tests)})" for text, tests in _first(refused)]
+    events += [f"refused: {text} ({_tests(tests)})" for text, tests in list(refused.items())[:5]]
+    if len(refused) > 5:
+        events.append(f"refused: {len(refused) - 5} more")
     changes = list(dict.fromkeys(job.changes))
     events += [f"{change} in its own copy" for change in changes[:5]]
     if len(changes) > 5:
@@ -489,10 +492,6 @@ def _events(row: Row, job: Job, lines: dict[str, dict]) -> list[str]:
     if left:
         events.append(f"left {left} processes running; ended")
     return events
-
-
-def _first(found: dict[str, list[str]], most: int = 5):
-    return list(found.items())[:most]
 
 
 def _tests(tests: list[str]) -> str:
@@ -703,6 +702,7 @@ class Grading:
         self.out, self.jobs = out, jobs
         self.rows: dict[str, Row] = {}
         self.warnings: list[str] = []
+        self.asked_to_stop = False
         self.about = {
             "command": shlex.join(["python", "-m", "labs", *sys.argv[1:]]),
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -724,18 +724,29 @@ class Grading:
         work = Path(tempfile.mkdtemp(prefix="labs-grade-"))
         interrupted = False
         try:
-            queue = self._prepare(work, files)
-            self.base = self._baseline(work, files)
+            old = [(s, signal.signal(s, self.stop)) for s in (signal.SIGINT, signal.SIGTERM)]
+        except ValueError:  # not in the main thread
+            old = []
+        try:
+            handout.copy(root, files, work / "template")
+            queue = self._prepare(work)
+            self.base = self._baseline(work)
             self._run_all(queue)
         except KeyboardInterrupt:
             interrupted = True
         finally:
+            for number, handler in old:
+                signal.signal(number, handler)
             shutil.rmtree(work, ignore_errors=True)
         if interrupted and not self.rows:
             raise KeyboardInterrupt
         return self._report(interrupted)
 
-    def _prepare(self, work: Path, files: list[Path]) -> list[Job]:
+    def stop(self, *_) -> None:
+        """Ctrl-C: what runs is ended at the next turn, and what is done is reported."""
+        self.asked_to_stop = True
+
+    def _prepare(self, work: Path) -> list[Job]:
         """Copies all submissions, before any of them runs."""
         queue = []
         (work / "handed-in").mkdir()
@@ -748,18 +759,19 @@ class Grading:
             kept = work / "handed-in" / f"{number}.py"
             shutil.copyfile(submission.file, kept)
             room = work / f"{number}"
-            queue.append(Job(submission, kept, room, self.options, files))
+            queue.append(Job(submission, kept, room, self.options, work / "template"))
         return queue
 
-    def _baseline(self, work: Path, files: list[Path]) -> Baseline:
-        lab = self.options.root / "labs" / self.options.lab
+    def _baseline(self, work: Path) -> Baseline:
+        template = work / "template"
+        lab = template / "labs" / self.options.lab
         stub = Submission("the untouched stub", lab / "exercise.py")
         print(
             f"{self.options.lab}: {len(self.submissions)} submissions, {self.jobs} at a time; ",
             end="",
         )
         print(f"{self.options.seconds:g} s, {_gigabytes(self.options.memory)} each", flush=True)
-        job = Job(stub, stub.file, work / "stub", self.options, files)
+        job = Job(stub, stub.file, work / "stub", self.options, template)
         self._loop([job], lambda job: None)
         base = baseline(job)
         todo = len(base.tests) - len(base.passed) - len(base.skipped)
@@ -799,6 +811,8 @@ class Grading:
                 while queue and len(running) < self.jobs:
                     running.append(queue.pop(0))
                     running[-1].begin()
+                if self.asked_to_stop:
+                    raise KeyboardInterrupt
                 table = sandbox.Table.now()
                 ended = [job for job in running if job.poll(table)]
                 if ended:
@@ -811,11 +825,12 @@ class Grading:
                     ready, _, _ = select.select([job.box for job in running], [], [], left)
                     if ready:
                         for job in running:
-                            job.box._drain()
+                            job.box.drain()
                         time.sleep(min(0.02, max(0.0, deadline - time.monotonic())))
         finally:
             for job in running:  # after Ctrl-C
-                job.box.stop("stopped")
+                if job.box is not None:
+                    job.box.stop("stopped")
 
     def _look(self, place: Path) -> dict[str, str]:
         found = snapshot(place, self.watched[place], content=False)
@@ -835,7 +850,7 @@ class Grading:
             self.seen[place] = after
 
     def _keep_log(self, job: Job) -> str | None:
-        text = "\n".join(end.output for end in job.ends)
+        text = "\n".join(end.output for end in job.ends).replace(f"{job.room}/submission/", "")
         if not text.strip():
             return None
         name = re.sub(r"[^\w.-]", "_", job.submission.name)

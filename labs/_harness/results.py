@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -36,7 +36,7 @@ _CHANGES = {
     "shutil.rmtree": ((0, 1),),
 }
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_REFERENCES = ("solution.py", "mutants.py")
+_REFERENCE = re.compile(r"/\d\d_\w+/(extras/)?(__pycache__/)?(solution|mutants|\w+_solution)\.\w+")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -164,7 +164,7 @@ def watch(room: str, repository: str, notes: list[str]) -> None:
             real = os.path.realpath(path)
             if flags & _WRITING:
                 changes("write", real)
-            elif _below(real, repository) and _is_reference(real):
+            elif _below(real, repository) and _REFERENCE.search(real):
                 refuse(f"read of the reference {os.path.basename(real)}")
         elif event in _CHANGES:
             for at, folder_at in _CHANGES[event]:
@@ -196,9 +196,3 @@ def _entry(path: str, folder: int | None) -> str:
 
 def _below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
-
-
-def _is_reference(path: str) -> bool:
-    name = Path(path).name
-    compiled = Path(path).parent.name == "__pycache__"
-    return name in _REFERENCES or (compiled and name.startswith(("solution.", "mutants.")))

@@ -187,14 +187,14 @@ class Sandbox:
 
     def poll(self, table: Table) -> Ended | None:
         """Holds the limits; gives the end when it has come."""
-        self._drain()
+        self.drain()
         if self.process.poll() is None:
             self._hold(table)
             return None
         seconds = time.monotonic() - self.start
         left = self.tree(Table.now()) - {self.process.pid}
         self.kill()
-        self._drain()
+        self.drain()
         self.process.stdout.close()
         return Ended(
             self.process.returncode,
@@ -245,7 +245,8 @@ class Sandbox:
             self.process.poll()
             time.sleep(0.02)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Takes in the output that waits in the pipe."""
         for _ in range(256):  # at most 16 MB a turn, so that no chatterbox holds up the others
             try:
                 data = os.read(self.fileno(), 1 << 16)
