@@ -72,6 +72,7 @@ def run_in_fork(item: pytest.Item, before=None) -> list[pytest.TestReport]:
             os.setsid()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             faulthandler.enable(file=trace)
+            faulthandler.dump_traceback_later(_limit(item) + GRACE - 0.5, file=trace)
             torch.set_num_threads(1)  # a fork after threaded torch work hangs without this
             if before is not None:
                 before()

@@ -103,10 +103,16 @@ class AccessCheck(interpreter.Observer):
             f"stray {what} in {launch.kernel}, program {launch.program}: {len(stray)} of {lanes} "
             f"lanes lie outside every tensor.\n  The first is element {offset} of {name}, shape "
             f"{tuple(t.shape)}, strides {t.stride()}: {interpreter.span(t)} elements long.\n"
-            "  Is a mask missing, or a stride wrong?"
+            f"  {_question(offset)}"
         )
         self.findings.append(line)
         raise StrayAccess(line)
+
+
+def _question(offset: int) -> str:
+    if offset < -(2**30):
+        return "Did a product wrap past 2**31? Make the program id int64 before you multiply."
+    return "Is a mask missing, or a stride wrong?"
 
 
 def _elements(t: torch.Tensor) -> np.ndarray | None:

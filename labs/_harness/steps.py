@@ -8,8 +8,11 @@ raised: in Python, inside a kernel in the interpreter, or by the GPU compiler.
 from __future__ import annotations
 
 import ast
+import functools
 import json
+import linecache
 import re
+import traceback
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +26,7 @@ CACHE_KEY = "labs/board"
 SHOWN_IN_FULL = 3  # failures of one step; the rest are counted
 
 # What a test of a step can end as, beside pytest's own passed, failed and skipped.
-NOT_WRITTEN, NOT_LOADED = "not written", "not loaded"
+NOT_WRITTEN, NOT_LOADED, WAITING = "not written", "not loaded", "waiting"
 
 
 def declared(lab: str) -> dict[int, str]:
@@ -63,48 +66,49 @@ def unwritten(error: BaseException) -> str | None:
     return None
 
 
-def root_cause(error: BaseException) -> BaseException:
-    """The exception that the interpreter or compiler wrapped, which is the one to read."""
+def causes(error: BaseException) -> list[BaseException]:
+    """An exception and what the interpreter or compiler wrapped in it; the last is to be read."""
+    chain = [error]
     while type(error).__name__ in ("InterpreterError", "CompilationError") and error.__cause__:
         error = error.__cause__
-    return error
+        chain.append(error)
+    return chain
 
 
-def short_failure(excinfo: pytest.ExceptionInfo, files: list[Path]) -> str | None:
+def short_failure(error: BaseException, files: list[Path]) -> str | None:
     """A failure as the lines of the test and of the student's file that led to it, and the error.
 
     Args:
-        excinfo: what the test raised.
+        error: what the test raised.
         files: the files whose lines are worth showing.
 
     Returns:
         A few lines of text, or None where no frame lies in `files`.
     """
+    chain = causes(error)
     lines = []
-    error = excinfo.value
-    cause = root_cause(error)
-    entries = list(excinfo.traceback)
-    if cause is not error:
-        entries += list(pytest.ExceptionInfo.from_exception(cause).traceback)
-    last = None
-    for entry in entries:
-        path = Path(str(entry.path))
-        here = (path, entry.lineno)
-        if path in files and here != last:
-            shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-            lines.append(f"{shown}:{entry.lineno + 1}: in {entry.name}")
-            statement = str(entry.statement).strip().split("\n")[0]
-            lines.append(f"    {statement}")
-            last = here
+    for cause in chain:
+        for frame, number in traceback.walk_tb(cause.__traceback__):
+            path = Path(frame.f_code.co_filename)
+            if path in files:
+                shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+                entry = f"{shown}:{number}: in {frame.f_code.co_name}"
+                if entry not in lines:
+                    lines += [entry, "    " + linecache.getline(str(path), number).strip()]
     if not lines:
         return None
-    name = type(cause).__name__
-    message = str(cause).strip() or "(no message)"
-    if name in ("Mismatch", "AssertionError", "Failed", "Finding", "StrayAccess"):
-        lines.append(message)
-    else:
-        lines.append(f"{name}: {message}")
-    return "\n".join(lines)
+    return "\n".join([*lines, _message(chain[-1])])
+
+
+def _message(error: BaseException) -> str:
+    """What an exception says, without what pytest adds to an assertion that says enough."""
+    text = str(error).strip() or "(no message)"
+    if text.startswith("Timeout (>"):
+        return f"still running after {text[10:].split('s)')[0]} s: a loop that does not end?"
+    if isinstance(error, AssertionError):
+        said = text.split("\nassert ")[0]
+        return said.removeprefix("AssertionError: ")
+    return f"{type(error).__name__}: {text}"
 
 
 @dataclass
@@ -114,6 +118,7 @@ class StepResult:
     outcomes: Counter = field(default_factory=Counter)
     first_failure: str | None = None
     reason: str | None = None  # why the file does not load, or why the tests were skipped
+    waits_for: int | None = None  # another step that some of its tests need first
 
     @property
     def state(self) -> str:
@@ -123,6 +128,8 @@ class StepResult:
             return "failing"
         if self.outcomes[NOT_WRITTEN]:
             return NOT_WRITTEN
+        if self.outcomes[WAITING]:
+            return WAITING
         if self.outcomes["passed"]:
             return "passed"
         return "skipped" if self.outcomes["skipped"] else "not run"
@@ -146,18 +153,31 @@ class Steps:
             marker, lab = item.get_closest_marker("step"), lab_of(item.path)
             if marker and lab:
                 item.user_properties += [("lab", lab), ("step", marker.args[0])]
+                item.repr_failure = functools.partial(self._repr_failure, item, item.repr_failure)
             (kept if wanted is None or (marker and marker.args[0] in wanted) else dropped).append(
                 item
             )
+        if wanted and not kept and items:
+            raise pytest.UsageError(f"--step {wanted[0]}: no such step in what was collected")
         if dropped:
             config.hook.pytest_deselected(items=dropped)
             items[:] = kept
 
-    @pytest.hookimpl(hookwrapper=True)
+    def _repr_failure(self, item, default, excinfo, style=None):
+        """A failure in short, unless --tb asks for another form."""
+        if self.config.getoption("tbstyle") == "short":
+            files = [item.path, source_file(item.path, default_impl())]
+            text = short_failure(excinfo.value, files)
+            if text:
+                return text
+        return default(excinfo, style) if style else default(excinfo)
+
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item, call):
         outcome = yield
         report = outcome.get_result()
-        if not report.failed or call.excinfo is None or not item.get_closest_marker("step"):
+        marker = item.get_closest_marker("step")
+        if not report.failed or call.excinfo is None or not marker:
             return
         error = call.excinfo.value
         reminder = unwritten(error)
@@ -165,11 +185,12 @@ class Steps:
             report.longrepr = str(error)
             report.user_properties.append(("state", NOT_LOADED))
         elif reminder:
+            step = int(UNWRITTEN.search(reminder).group(2))
             report.longrepr = reminder
-            report.user_properties.append(("state", NOT_WRITTEN))
-        elif self.config.getoption("tbstyle") == "short":
-            files = [item.path, source_file(item.path, default_impl())]
-            report.longrepr = short_failure(call.excinfo, files) or report.longrepr
+            if step == marker.args[0]:
+                report.user_properties.append(("state", NOT_WRITTEN))
+            else:
+                report.user_properties += [("state", WAITING), ("waits_for", step)]
 
     # -- as reports arrive (in the process that prints)
 
@@ -180,6 +201,8 @@ class Steps:
             return NOT_WRITTEN, "n", "NOT WRITTEN"
         if state == NOT_LOADED:
             return NOT_LOADED, "L", "NOT LOADED"
+        if state == WAITING:
+            return WAITING, "w", "WAITING"
         return None
 
     def pytest_runtest_logreport(self, report):
@@ -192,6 +215,7 @@ class Steps:
         if report.skipped and result.reason is None:
             result.reason = str(report.longrepr[2]) if report.longrepr else None
         if report.failed:
+            result.waits_for = properties.get("waits_for", result.waits_for)
             if properties.get("state") == NOT_LOADED:
                 result.reason = str(report.longrepr)
             if properties.get("state") is None:
@@ -222,12 +246,17 @@ class Steps:
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         if terminal is None or self.config.get_verbosity() > 0:
             return
-        shown, more, seen = [], [], Counter()
+        shown, more, seen = [], [], defaultdict(set)
         for report in terminal.stats.get("failed", []):
             properties = dict(report.user_properties)
-            key = properties.get("lab"), properties.get("step")
-            seen[key] += 1
-            (more if None not in key and seen[key] > SHOWN_IN_FULL else shown).append(report)
+            key, test = (properties.get("lab"), properties.get("step")), report.nodeid.split("[")[0]
+            if None in key:
+                shown.append(report)
+            elif test not in seen[key] and len(seen[key]) < SHOWN_IN_FULL:
+                seen[key].add(test)  # one case of each test says more than many of one
+                shown.append(report)
+            else:
+                more.append(report)
         if more:
             terminal.stats["failed"] = shown
             terminal.stats["more failed (-v shows them)"] = more
@@ -238,17 +267,19 @@ class Steps:
             for line in self.solved or ["every step of every stub fails as not written"]:
                 terminalreporter.write_line(line)
         elif board:
-            for lab, rows in board.items():
-                for line in render(lab, rows, default_impl(), terminalreporter.section):
-                    terminalreporter.write_line(line)
             cache = getattr(self.config, "cache", None)
+            stored = cache.get(CACHE_KEY, {}) if cache is not None else {}
+            for lab, rows in board.items():
+                old = stored.get(lab, {})
+                kept = old.get("rows", {}) if old.get("impl") == default_impl() else {}
+                ran = {n: row for n, row in rows.items() if row["state"] != "not run"}
+                for row in kept.values():
+                    row["earlier"] = True
+                merged = {**rows, **kept, **ran}
+                for line in render(lab, merged, default_impl(), terminalreporter.section):
+                    terminalreporter.write_line(line)
+                stored[lab] = {"impl": default_impl(), "rows": {**kept, **ran}}
             if cache is not None:
-                stored = cache.get(CACHE_KEY, {})
-                for lab, rows in board.items():
-                    ran = {n: row for n, row in rows.items() if row["state"] != "not run"}
-                    old = stored.get(lab, {})
-                    kept = old.get("rows", {}) if old.get("impl") == default_impl() else {}
-                    stored[lab] = {"impl": default_impl(), "rows": {**kept, **ran}}
                 cache.set(CACHE_KEY, stored)
 
     def board(self) -> dict[str, dict[str, dict]]:
@@ -263,6 +294,7 @@ class Steps:
                     "tests": dict(result.outcomes),
                     "first_failure": result.first_failure,
                     "reason": result.reason,
+                    "waits_for": result.waits_for,
                 }
         return board
 
@@ -289,10 +321,15 @@ def render(lab: str, rows: dict[str, dict], impl: str, section=None) -> list[str
             note = f"{tests['passed']} tests"
             if tests.get("skipped"):
                 note += f", {tests['skipped']} skipped: {_clip(row.get('reason'))}"
+        elif state == WAITING:
+            note = f"{tests.get('passed', 0)} tests passed, {tests[WAITING]} need step "
+            note += f"{row['waits_for']} first"
         elif state == "skipped":
             note = _clip(row.get("reason"))
+        if row.get("earlier"):
+            note += " (an earlier run)"
         lines.append(f"  step {number}  {name:<{width}}  {state:<12} {note}".rstrip())
-        if following is None and state in ("failing", NOT_WRITTEN, NOT_LOADED):
+        if following is None and state not in ("passed", "skipped", WAITING):
             following = number, name, row
     if following:
         lines += ["", *_next(lab, impl, *following)]
@@ -311,10 +348,12 @@ def _next(lab: str, impl: str, number: int, name: str, row: dict) -> list[str]:
         return [f"next: mend {row['reason']}"]
     option = "" if impl == "exercise" else f" --impl={impl}"
     command = f"pytest labs/{lab}{option} --step {number}"
-    if row["state"] == NOT_WRITTEN:
-        line = todo_line(file, number)
+    line = todo_line(file, number)
+    if row["state"] == NOT_WRITTEN or (row["state"] == "not run" and line):
         at = f"{shown}, line {line}" if line else f"{shown}"
         return [f"next: step {number}, write {name} in {at}; then run", f"      {command}"]
+    if row["state"] == "not run":
+        return [f"next: step {number}, {name}: run its tests", f"      {command}"]
     return [f"next: step {number}, {name} fails {row['first_failure']}", f"      {command}"]
 
 
