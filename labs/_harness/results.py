@@ -59,7 +59,7 @@ def explain(error: BaseException) -> tuple[str, str]:
     reminder = steps.unwritten(error)
     if reminder:
         return "error", reminder
-    error = steps.root_cause(error)
+    error = steps.causes(error)[-1]
     message = one_line(error)
     if isinstance(error, (guard.Finding, memory.StrayAccess)):
         return "guard", message

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from labs._harness import grade, sandbox
+from labs._harness import grade, marks, sandbox
 from labs._impl import ROOT, LoadError
 
 pytestmark = pytest.mark.skipif(
@@ -392,7 +392,8 @@ def test_sandbox_ends_the_tree_in_time(tmp_path):
 def test_sandbox_finds_a_process_that_left_its_parent(tmp_path):
     code = "import os, time\nif os.fork() == 0 and (os.setsid() or 1) and os.fork() == 0:\n"
     ended = contained(code + "    time.sleep(100)\n", tmp_path)
-    assert (ended.code, ended.left) == (0, 1)
+    assert ended.code == 0
+    assert ended.left >= 1
 
 
 def test_sandbox_limits_memory_and_processes(tmp_path):
@@ -462,5 +463,5 @@ def test_submissions_in_three_shapes(tmp_path):
 
 
 def test_cells_are_no_formulas():
-    assert grade._cell("=1+1") == "'=1+1"
-    assert grade._cell(None) == ""
+    assert marks._cell("=1+1") == "'=1+1"
+    assert marks._cell(None) == ""
