@@ -180,6 +180,35 @@ def check(ak, options, gpu) -> list[Check]:
 
 
 # ---------------------------------------------------------------- work and traffic
+def launches(
+    ak, block_m=64, block_n=64, num_warps=4, num_stages=2, head_dim=64, dtype="float16", causal=True
+) -> dict:
+    """Launcher name -> a call that launches its kernel once, for the X-ray to compile."""
+    kind = getattr(torch, dtype)
+    q = torch.empty(1, 2, 2 * block_m, head_dim, dtype=kind)
+    tiles = {"block_m": block_m, "block_n": block_n}
+    warps = {"num_warps": num_warps, "num_stages": num_stages}
+    return {
+        "triton_softmax": lambda: ak.triton_softmax(torch.empty(4, 1024, dtype=kind)),
+        "triton_flash_attention": lambda: ak.triton_flash_attention(
+            q, q, q, causal=causal, **tiles, **warps
+        ),
+    }
+
+
+def shared_memory(arch, block_m, block_n, num_stages, head_dim, dtype="float16") -> int:
+    """Bytes of shared memory a block of the reference's attention kernel takes, by formula.
+
+    Holds for half dtypes and num_stages from 2 up. K and V are in flight num_stages times over where
+    wgmma reads them from shared memory (sm_90, from 64 rows up); mma.sync reads registers and needs
+    one copy fewer, but passes P through shared memory where a tile of Q is wider than it is high.
+    """
+    if arch == "sm_90" and block_m >= 64:
+        return 2 * head_dim * (block_m + 2 * block_n * num_stages)
+    through = 2 * block_m * block_n if head_dim > block_m else 0
+    return 2 * head_dim * (block_m + 2 * block_n * (num_stages - 1)) + through
+
+
 def flops(B, H, T, D, causal) -> float:
     """FLOP of the forward: two products of 2 B H T T D, half of them when causal."""
     return 4 * B * H * T * T * D / (2 if causal else 1)
