@@ -235,7 +235,8 @@ def softmax_stats(row: torch.Tensor, blocks: int) -> tuple[Expected, Expected]:
 def softmax(x: torch.Tensor) -> Expected:
     """Softmax over the last axis of x (R, C), in the dtype of x."""
     want = x.double().softmax(dim=-1)
-    base = x.float().softmax(dim=-1).to(x.dtype)
+    plain = torch.promote_types(x.dtype, torch.float32)
+    base = x.to(plain).softmax(dim=-1).to(x.dtype)
     error = (base.double() - want).abs().nan_to_num(0.0).max()
     terms = want.nan_to_num(0.0).max()
     return Expected("softmax", want, float(2 * error + 4 * eps(x.dtype) * terms), x.dtype, "RC")
