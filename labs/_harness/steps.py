@@ -24,6 +24,7 @@ from labs._impl import LABS, ROOT, LoadError, default_impl, labs, source_file
 UNWRITTEN = re.compile(r"lab (\d+) step (\d+): write (\w+)")
 CACHE_KEY = "labs/board"
 SHOWN_IN_FULL = 3  # failures of one step; the rest are counted
+MESSAGE_LINES = 6  # of an exception that is not ours
 
 # What a test of a step can end as, beside pytest's own passed, failed and skipped.
 NOT_WRITTEN, NOT_LOADED, WAITING = "not written", "not loaded", "waiting"
@@ -108,7 +109,10 @@ def _message(error: BaseException) -> str:
     if isinstance(error, AssertionError):
         said = text.split("\nassert ")[0]
         return said.removeprefix("AssertionError: ")
-    return f"{type(error).__name__}: {text}"
+    lines = f"{type(error).__name__}: {text}".splitlines()
+    if len(lines) > MESSAGE_LINES:  # a compiler says what is wrong at the end
+        lines[3:-2] = [f"... ({len(lines) - 5} lines more)"]
+    return "\n".join(lines)
 
 
 @dataclass
@@ -276,7 +280,7 @@ class Steps:
                 for row in kept.values():
                     row["earlier"] = True
                 merged = {**rows, **kept, **ran}
-                for line in render(lab, merged, default_impl(), terminalreporter.section):
+                for line in render(lab, merged, default_impl(), terminalreporter.write_sep):
                     terminalreporter.write_line(line)
                 stored[lab] = {"impl": default_impl(), "rows": {**kept, **ran}}
             if cache is not None:
@@ -304,7 +308,7 @@ def render(lab: str, rows: dict[str, dict], impl: str, section=None) -> list[str
     title = f"{lab}, {impl}"
     lines = []
     if section:
-        section(title, sep="=")
+        section("=", title)
     else:
         lines.append(title)
     names = declared(lab)
