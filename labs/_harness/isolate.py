@@ -8,8 +8,8 @@ with -s or --pdb, tests run in pytest's own process.
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
-import pickle
 import re
 import select
 import signal
@@ -82,8 +82,8 @@ def run_in_fork(item: pytest.Item, before=None) -> list[pytest.TestReport]:
                 hook.pytest_report_to_serializable(config=item.config, report=report)
                 for report in reports
             ]
-            with os.fdopen(writer, "wb") as pipe:
-                pickle.dump(data, pipe)
+            with os.fdopen(writer, "w") as pipe:
+                json.dump(data, pipe, default=str)
             status = 0
         finally:
             os._exit(status)  # no atexit handlers, no flush of pytest's own buffers
@@ -104,7 +104,7 @@ def run_in_fork(item: pytest.Item, before=None) -> list[pytest.TestReport]:
         with suppress(Exception):  # the code under test wrote into the pipe: no report then
             return [
                 hook.pytest_report_from_serializable(config=item.config, data=entry)
-                for entry in pickle.loads(data)
+                for entry in json.loads(data)
             ]
     if data is None:
         ended, text = "time-out", f"still running after {_limit(item) + GRACE:.0f} s; stopped"
@@ -179,6 +179,13 @@ class Isolation:
                 limit = LIMIT if self.enabled else LIMIT_IN_PROCESS
                 item.add_marker(pytest.mark.timeout(limit))
 
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, call):
+        outcome = yield
+        error = call.excinfo.value if call.excinfo else None
+        if isinstance(error, pytest.fail.Exception) and str(error).startswith("Timeout (>"):
+            outcome.get_result().user_properties.append(("ended", "time-out"))
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
         if not self.enabled or not item.get_closest_marker("step"):
@@ -191,9 +198,8 @@ class Isolation:
             reports = run_in_fork(item)
             for report in reports:
                 how = dict(report.user_properties).get("ended")
-                timed_out = report.failed and "Timeout (>" in str(report.longrepr)
-                if how or timed_out:
-                    self.ended[step] = f"{item.name} of this step {_HOW[how or 'time-out']}"
+                if how:
+                    self.ended[step] = f"{item.name} of this step {_HOW[how]}"
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.session._setupstate.teardown_exact(nextitem)
