@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from labs._harness.bench import Check, Provider, Sweep, fit
+from labs._harness.trace import Traced
 
 LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
 COUNTED_LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096]
@@ -179,7 +180,24 @@ def check(ak, options, gpu) -> list[Check]:
     ]
 
 
-# ---------------------------------------------------------------- work and traffic
+# ---------------------------------------------------------------- trace and X-ray
+def traced(ak, options) -> list[Traced]:
+    """What `python -m labs trace 06` can run: the kernel first, where it takes such tiles."""
+
+    def forward(q, k, v):
+        tiles = {"block_q": options.block_m, "block_k": options.block_n}
+        return ak.flash_attention_forward(q, k, v, causal=options.causal, **tiles)
+
+    def kernel(q, k, v):
+        tiles = {"block_m": options.block_m, "block_n": options.block_n}
+        return ak.triton_flash_attention(q, k, v, causal=options.causal, **tiles)
+
+    step2 = Traced(2, "flash_attention_forward", forward, stats=ak.online_softmax_stats)
+    step5 = Traced(5, "triton_flash_attention", kernel, True, stats=ak.online_softmax_stats)
+    fits = all(b >= 16 and b & (b - 1) == 0 for b in (options.block_m, options.block_n))
+    return [step5, step2] if fits else [step2, step5]
+
+
 def launches(
     ak, block_m=64, block_n=64, num_warps=4, num_stages=2, head_dim=64, dtype="float16", causal=True
 ) -> dict:
@@ -199,9 +217,9 @@ def launches(
 def shared_memory(arch, block_m, block_n, num_stages, head_dim, dtype="float16") -> int:
     """Bytes of shared memory a block of the reference's attention kernel takes, by formula.
 
-    Holds for half dtypes and num_stages from 2 up. K and V are in flight num_stages times over where
-    wgmma reads them from shared memory (sm_90, from 64 rows up); mma.sync reads registers and needs
-    one copy fewer, but passes P through shared memory where a tile of Q is wider than it is high.
+    Holds for half dtypes and num_stages from 2 up. K and V are in flight num_stages times where
+    wgmma reads them from shared memory (sm_90, from 64 rows up); mma.sync reads registers and
+    needs one copy fewer, but P passes through shared memory where Q's tile is wider than high.
     """
     if arch == "sm_90" and block_m >= 64:
         return 2 * head_dim * (block_m + 2 * block_n * num_stages)
@@ -209,6 +227,7 @@ def shared_memory(arch, block_m, block_n, num_stages, head_dim, dtype="float16")
     return 2 * head_dim * (block_m + 2 * block_n * (num_stages - 1)) + through
 
 
+# ---------------------------------------------------------------- work and traffic
 def flops(B, H, T, D, causal) -> float:
     """FLOP of the forward: two products of 2 B H T T D, half of them when causal."""
     return 4 * B * H * T * T * D / (2 if causal else 1)

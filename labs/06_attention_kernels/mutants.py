@@ -423,8 +423,8 @@ _flash = flash_attention_forward
 
 
 def flash_attention_forward(q, k, v, causal=False, block_q=16, block_k=16):
-    _check_blocks(block_q, block_k)
-    _check_qkv(q, k, v, causal)
+    check_blocks(block_q=block_q, block_k=block_k)
+    check_qkv(q, k, v, causal)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
     return out, _flash(q, k, v, causal, block_q, block_k)[1]
 """,
@@ -436,8 +436,8 @@ def flash_attention_forward(q, k, v, causal=False, block_q=16, block_k=16):
         "torch.softmax sees whole rows",
         """
 def flash_attention_forward(q, k, v, causal=False, block_q=16, block_k=16):
-    _check_qkv(q, k, v, causal)
-    _check_blocks(block_q, block_k)
+    check_qkv(q, k, v, causal)
+    check_blocks(block_q=block_q, block_k=block_k)
     x = torch.float64 if q.dtype == torch.float64 else torch.float32
     s = q.to(x) @ k.to(x).transpose(-2, -1) / math.sqrt(q.shape[-1])
     if causal:
@@ -1122,7 +1122,7 @@ STEP_5 = [
         LAUNCH5,
         "test_triton_flash_attention_rejects",
         "more than 65,535 heads are not refused",
-        ("if B * H > 65_535:", "if B * H > 1 << 30:"),
+        ("if B * H > MAX_GRID_YZ:", "if B * H > 1 << 30:"),
     ),
     waste(
         "kernel-no-tile-skip",

@@ -12,6 +12,14 @@ from collections.abc import Iterable
 
 import torch
 
+from labs._harness.checks import (
+    MAX_GRID_YZ,
+    check_blocks,
+    check_head_dim,
+    check_kernel_blocks,
+    check_kernel_dtype,
+    check_qkv,
+)
 from labs._harness.runtime import check_launch
 
 try:
@@ -35,7 +43,7 @@ def naive_attention(q, k, v, causal=False):
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.
     """
-    _check_qkv(q, k, v, causal)
+    check_qkv(q, k, v, causal)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, S)
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -104,8 +112,8 @@ def flash_attention_forward(q, k, v, causal=False, block_q=16, block_k=16):
     Raises:
         ValueError: shapes, dtypes or devices do not fit together, or a block size below 1.
     """
-    _check_qkv(q, k, v, causal)
-    _check_blocks(block_q, block_k)
+    check_qkv(q, k, v, causal)
+    check_blocks(block_q=block_q, block_k=block_k)
     B, H, T, D = q.shape
     S = k.shape[2]
     scale = 1.0 / math.sqrt(D)
@@ -155,8 +163,8 @@ def flash_attention_backward(q, k, v, out, lse, dout, causal=False, block_q=16, 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together, or a block size below 1.
     """
-    _check_qkv(q, k, v, causal)
-    _check_blocks(block_q, block_k)
+    check_qkv(q, k, v, causal)
+    check_blocks(block_q=block_q, block_k=block_k)
     T, D = q.shape[2:]
     S = k.shape[2]
     scale = 1.0 / math.sqrt(D)
@@ -251,7 +259,7 @@ def triton_softmax(x):
     """
     if x.dim() != 2 or x.numel() == 0:
         raise ValueError(f"x must be a matrix that is not empty: got shape {tuple(x.shape)}")
-    _check_kernel_dtype("x", x)
+    check_kernel_dtype(x=x)
     n_rows, n_cols = x.shape
     if n_cols > 65_536:
         raise ValueError(
@@ -357,18 +365,15 @@ def triton_flash_attention(
     Raises:
         ValueError: the above does not hold.
     """
-    _check_qkv(q, k, v, causal)
-    _check_kernel_dtype("q", q)
+    check_qkv(q, k, v, causal)
+    check_kernel_dtype(q=q, k=k, v=v)
     B, H, T, D = q.shape
     if k.shape != q.shape:
         raise ValueError(f"q, k, v must have one shape: got q {tuple(q.shape)}, k {tuple(k.shape)}")
-    if D not in (16, 32, 64, 128, 256):
-        raise ValueError(f"head dim D must be a power of two from 16 to 256: got {D}")
-    if B * H > 65_535:
-        raise ValueError(f"B * H must be at most 65,535 (grid axis 1 ends there): got {B * H}")
-    for name, size in {"block_m": block_m, "block_n": block_n}.items():
-        if not isinstance(size, int) or size < 16 or size & (size - 1):
-            raise ValueError(f"{name} must be a power of two from 16 up: got {size!r}")
+    check_head_dim(D)
+    if B * H > MAX_GRID_YZ:
+        raise ValueError(f"B * H must be at most {MAX_GRID_YZ:,} (grid axis 1): got {B * H:,}")
+    check_kernel_blocks(block_m=block_m, block_n=block_n)
     check_launch(q=q, k=k, v=v)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
@@ -393,41 +398,3 @@ def triton_flash_attention(
             num_stages=num_stages,
         )
     return out, lse
-
-
-# ---------------------------------------------------------------- given: argument checks
-def _check_qkv(q, k, v, causal):
-    """Raises ValueError unless q (B, H, T, D) and k, v (B, H, S, D) fit together."""
-    for name, x in {"q": q, "k": k, "v": v}.items():
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be (B, H, T, D): got shape {tuple(x.shape)}")
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be floating point: got {x.dtype}")
-        if x.numel() == 0:
-            raise ValueError(f"{name} must not be empty: got {tuple(x.shape)}")
-        if x.dtype != q.dtype:
-            raise ValueError(f"q, k, v must have one dtype: got q {q.dtype}, {name} {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"q, k, v must be on one device: got q {q.device}, {name} {x.device}")
-    B, H, T, D = q.shape
-    S = k.shape[2]
-    if tuple(k.shape) != (B, H, S, D) or v.shape != k.shape:
-        raise ValueError(
-            "k and v must be (B, H, S, D) with B, H, D of q: got "
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
-    if causal and T != S:
-        raise ValueError(f"causal needs as many keys as queries: got T={T}, S={S}")
-
-
-def _check_blocks(block_q, block_k):
-    """Raises ValueError unless both block sizes are whole numbers from 1 up."""
-    for name, size in {"block_q": block_q, "block_k": block_k}.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a whole number from 1 up: got {size!r}")
-
-
-def _check_kernel_dtype(name, x):
-    """Raises ValueError unless x has a dtype that the kernels compute in."""
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(f"{name} must be float16, bfloat16 or float32: got {x.dtype}")

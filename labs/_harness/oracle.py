@@ -242,27 +242,75 @@ def softmax(x: torch.Tensor) -> Expected:
     return Expected("softmax", want, float(2 * error + 4 * eps(x.dtype) * terms), x.dtype, "RC")
 
 
-def _forward(q, k, v, causal, dtype, rounded=lambda x: x):
-    """(out, lse, p) by the plain formula in `dtype`; `rounded` acts on operands of products."""
-    q, k, v = (rounded(t.to(dtype)) for t in (q, k, v))
-    s = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+@dataclass(frozen=True)
+class _Problem:
+    """Scores' scale, and which key each query sees: (T, S), or (B, 1, T, S); None for all."""
+
+    scale: float
+    visible: torch.Tensor | None
+
+    def forward(self, q, k, v, dtype, rounded=lambda x: x):
+        """(out, lse, p) by the plain formula in `dtype`; `rounded` acts on operands of products."""
+        q, k, v = (rounded(t.to(dtype)) for t in (q, _for_heads(k, q), _for_heads(v, q)))
+        s = q @ k.transpose(-2, -1) * self.scale
+        if self.visible is not None:
+            s = s.masked_fill(~self.visible, -math.inf)
+        lse = s.logsumexp(dim=-1)
+        finite = lse.masked_fill(lse == -math.inf, 0.0)  # a row that sees no key: p = 0, out = 0
+        p = torch.exp(s - finite[..., None])
+        return rounded(p) @ v, lse, p
+
+    def gradients(self, q, k, v, dout, dtype, rounded=lambda x: x):
+        """(dq, dk, dv) by the plain formulas in `dtype`."""
+        _, _, p = self.forward(q, k, v, dtype, rounded)
+        kv_heads = k.shape[1]
+        q, k, v, dout = (
+            rounded(t.to(dtype)) for t in (q, _for_heads(k, q), _for_heads(v, q), dout)
+        )
+        dv = rounded(p).transpose(-2, -1) @ dout
+        dp = dout @ v.transpose(-2, -1)
+        ds = rounded(p * (dp - (p * dp).sum(dim=-1, keepdim=True)))
+        dk = ds.transpose(-2, -1) @ q * self.scale
+        return ds @ k * self.scale, _sum_groups(dk, kv_heads), _sum_groups(dv, kv_heads)
+
+    def gradient_terms(self, q, k, v, dout) -> tuple[float, float, float]:
+        """Largest sum of absolute terms in the formulas of dq, dk and dv."""
+        _, _, p = self.forward(q, k, v, torch.float64)
+        kv_heads = k.shape[1]
+        q, k, v, dout = (t.double().abs() for t in (q, _for_heads(k, q), _for_heads(v, q), dout))
+        dp = dout @ v.transpose(-2, -1)
+        ds = p * (dp + (dout * (p @ v)).sum(dim=-1, keepdim=True))
+        return (
+            float((ds @ k).max()) * self.scale,
+            float(_sum_groups(ds.transpose(-2, -1) @ q, kv_heads).max()) * self.scale,
+            float(_sum_groups(p.transpose(-2, -1) @ dout, kv_heads).max()),
+        )
+
+    def score_terms(self, q, k) -> float:
+        """Largest sum of absolute terms of one visible score."""
+        s = q.double().abs() @ _for_heads(k, q).double().abs().transpose(-2, -1) * self.scale
+        if self.visible is not None:
+            s = s.masked_fill(~self.visible, 0.0)
+        return float(s.max())
+
+
+def _problem(q, k, causal, visible, scale) -> _Problem:
     if causal:
-        s = s.masked_fill(_future(s), -math.inf)
-    lse = s.logsumexp(dim=-1)
-    p = torch.exp(s - lse[..., None])
-    return rounded(p) @ v, lse, p
+        if visible is not None:
+            raise ValueError("give either causal or visible, not both")
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    return _Problem(1 / math.sqrt(q.shape[-1]) if scale is None else scale, visible)
 
 
-def _future(s):
-    return torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
+def _for_heads(kv, q):
+    """k or v (B, H_kv, S, D) with each head repeated for its group of query heads."""
+    group = q.shape[1] // kv.shape[1]
+    return kv if group == 1 else kv.repeat_interleave(group, dim=1)
 
 
-def _score_terms(q, k, causal) -> float:
-    """Largest sum of absolute terms of one visible score."""
-    s = q.double().abs() @ k.double().abs().transpose(-2, -1) / math.sqrt(q.shape[-1])
-    if causal:
-        s = s.masked_fill(_future(s), 0.0)
-    return float(s.max())
+def _sum_groups(grad, kv_heads):
+    B, H, S, D = grad.shape
+    return grad.view(B, kv_heads, H // kv_heads, S, D).sum(dim=2)
 
 
 def _precision(q, kernel: bool):
@@ -274,32 +322,38 @@ def _precision(q, kernel: bool):
     return torch.float32, eps(torch.float32), lambda x: x
 
 
-def attention(q, k, v, causal=False, kernel=False, tiles=None) -> tuple[Expected, Expected]:
+def attention(
+    q, k, v, causal=False, kernel=False, tiles=None, *, visible=None, scale=None
+) -> tuple[Expected, Expected]:
     """Attention's output and log-sum-exp.
 
     Args:
         q: (B, H, T, D) floating point.
-        k, v: (B, H, S, D).
+        k, v: (B, H_kv, S, D), H a multiple of H_kv; v may have another head dim.
         causal: query i sees keys 0 to i only.
         kernel: whether a Triton kernel computes it, which may use TF32 for float32 on a GPU.
         tiles: (block_q, block_k), for messages.
+        visible: bool (T, S) or (B, 1, T, S): which keys each query sees, in place of causal. A row
+            that sees none has out 0 and lse -inf.
+        scale: of the scores; None means 1 / sqrt(D).
 
     Returns:
         Expected out (B, H, T, D) in the dtype of q, and lse (B, H, T) in float32 (float64 for
         float64 inputs).
     """
-    want, lse, p = _forward(q, k, v, causal, torch.float64)
+    problem = _problem(q, k, causal, visible, scale)
+    want, lse, p = problem.forward(q, k, v, torch.float64)
     plain, score_eps, rounded = _precision(q, kernel)
-    base, base_lse, _ = _forward(q, k, v, causal, plain, rounded)
+    base, base_lse, _ = problem.forward(q, k, v, plain, rounded)
     error = (base.to(q.dtype).double() - want).abs().max()
-    terms = float((p @ v.double().abs()).max())
-    scores = _score_terms(q, k, causal)
+    terms = float((p @ _for_heads(v, q).double().abs()).max())
+    scores = problem.score_terms(q, k)
     budget = 2 * error + 4 * (eps(q.dtype) + score_eps * (1 + scores)) * terms
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    error = (base_lse.double() - lse).abs().max()
-    lse_budget = 2 * error + 4 * (
-        eps(lse_dtype) * (1 + float(lse.abs().max())) + score_eps * scores
-    )
+    seen = lse != -math.inf
+    error = torch.where(seen, (base_lse.double() - lse).abs(), 0.0).max()
+    largest = float(torch.where(seen, lse, 0.0).abs().max())
+    lse_budget = 2 * error + 4 * (eps(lse_dtype) * (1 + largest) + score_eps * scores)
     tiles = dict(zip("TS", tiles, strict=True)) if tiles else {}
     return (
         Expected("out", want, float(budget), q.dtype, "BHTD", tiles, causal),
@@ -308,22 +362,23 @@ def attention(q, k, v, causal=False, kernel=False, tiles=None) -> tuple[Expected
 
 
 def attention_gradients(
-    q, k, v, dout, causal=False, kernel=False, tiles=None
+    q, k, v, dout, causal=False, kernel=False, tiles=None, *, visible=None, scale=None
 ) -> tuple[Expected, Expected, Expected]:
     """Gradients of attention with respect to q, k and v.
 
     Args:
-        q, k, v, causal, kernel, tiles: as in `attention`.
+        q, k, v, causal, kernel, tiles, visible, scale: as in `attention`.
         dout: (B, H, T, D), gradient of the loss with respect to the output.
 
     Returns:
         Expected dq, dk, dv in the shapes and dtype of q, k, v.
     """
+    problem = _problem(q, k, causal, visible, scale)
     plain, score_eps, rounded = _precision(q, kernel)
-    want = _gradients(q, k, v, dout, causal, torch.float64)
-    base = _gradients(q, k, v, dout, causal, plain, rounded)
-    terms = _gradient_terms(q, k, v, dout, causal)
-    scores = _score_terms(q, k, causal)
+    want = problem.gradients(q, k, v, dout, torch.float64)
+    base = problem.gradients(q, k, v, dout, plain, rounded)
+    terms = problem.gradient_terms(q, k, v, dout)
+    scores = problem.score_terms(q, k)
     tiles = dict(zip("TS", tiles, strict=True)) if tiles else {}
     result = []
     for name, axes, w, b, t in zip(
@@ -333,30 +388,6 @@ def attention_gradients(
         budget = 2 * error + 4 * (eps(q.dtype) + score_eps * (1 + scores)) * t
         result.append(Expected(name, w, float(budget), q.dtype, axes, tiles, causal))
     return tuple(result)
-
-
-def _gradients(q, k, v, dout, causal, dtype, rounded=lambda x: x):
-    scale = 1 / math.sqrt(q.shape[-1])
-    _, _, p = _forward(q, k, v, causal, dtype, rounded)
-    q, k, v, dout = (rounded(t.to(dtype)) for t in (q, k, v, dout))
-    dv = rounded(p).transpose(-2, -1) @ dout
-    dp = dout @ v.transpose(-2, -1)
-    ds = rounded(p * (dp - (p * dp).sum(dim=-1, keepdim=True)))
-    return ds @ k * scale, ds.transpose(-2, -1) @ q * scale, dv
-
-
-def _gradient_terms(q, k, v, dout, causal) -> tuple[float, float, float]:
-    """Largest sum of absolute terms in the formulas of dq, dk and dv."""
-    scale = 1 / math.sqrt(q.shape[-1])
-    _, _, p = _forward(q, k, v, causal, torch.float64)
-    q, k, v, dout = (t.double().abs() for t in (q, k, v, dout))
-    dp = dout @ v.transpose(-2, -1)
-    ds = p * (dp + (dout * (p @ v)).sum(dim=-1, keepdim=True))
-    return (
-        float((ds @ k).max()) * scale,
-        float((ds.transpose(-2, -1) @ q).max()) * scale,
-        float((p.transpose(-2, -1) @ dout).max()),
-    )
 
 
 # ---------------------------------------------------------------- inputs
@@ -373,8 +404,19 @@ def inputs(*shape, dtype=torch.float32, device="cpu", layout="contiguous") -> to
     return _laid_out(x, layout)
 
 
-def qkv(B, H, T, D, S=None, dtype=torch.float32, device="cpu", kind="normal", layout="contiguous"):
-    """q (B, H, T, D), k and v (B, H, S, D) that make a chosen kind of scores.
+def qkv(
+    B,
+    H,
+    T,
+    D,
+    S=None,
+    dtype=torch.float32,
+    device="cpu",
+    kind="normal",
+    layout="contiguous",
+    kv_heads=None,
+):
+    """q (B, H, T, D), k and v (B, kv_heads or H, S, D) that make a chosen kind of scores.
 
     Args:
         kind: "normal"; "large", scores of some hundreds; "growing" or "shrinking", scores that rise
@@ -382,8 +424,9 @@ def qkv(B, H, T, D, S=None, dtype=torch.float32, device="cpu", kind="normal", la
             "equal", all scores of a row the same.
     """
     S = T if S is None else S
-    q, k = inputs(B, H, T, D), inputs(B, H, S, D)
-    v = inputs(B, H, S, D, dtype=dtype, device=device, layout=layout)
+    heads = H if kv_heads is None else kv_heads
+    q, k = inputs(B, H, T, D), inputs(B, heads, S, D)
+    v = inputs(B, heads, S, D, dtype=dtype, device=device, layout=layout)
     if kind == "large":
         q, k = q * 12, k * 12
     elif kind in ("growing", "shrinking"):
@@ -392,7 +435,7 @@ def qkv(B, H, T, D, S=None, dtype=torch.float32, device="cpu", kind="normal", la
         q[..., :1] = 6.0 * math.sqrt(D)
         k[..., :1] = ramp * 5.0
     elif kind == "equal":
-        k = k[:, :, :1].expand(B, H, S, D).clone()
+        k = k[:, :, :1].expand(B, heads, S, D).clone()
     elif kind != "normal":
         raise ValueError(f"unknown kind {kind!r}")
     q, k = (_laid_out(t.to(device=device, dtype=dtype), layout) for t in (q, k))

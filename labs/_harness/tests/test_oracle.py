@@ -142,7 +142,7 @@ def test_budgets_are_some_units_in_the_last_place(dtype):
 def test_half_precision_on_the_way_to_a_float32_result_is_wrong():
     q, k, v = oracle.qkv(1, 2, 53, 16)
     out, lse = oracle.attention(q, k, v)
-    _, right_lse, p = oracle._forward(q, k, v, False, F64)
+    _, right_lse, p = oracle._problem(q, k, False, None, None).forward(q, k, v, F64)
     mismatch(out, (p.half().double() @ v.double()).float())
     mismatch(lse, right_lse.half().float())
     mismatch(out, tiled(q, k, v, half_sums=True)[0])
