@@ -102,10 +102,14 @@ def run_in_fork(item: pytest.Item, before=None) -> list[pytest.TestReport]:
     if data:
         hook = item.config.hook
         with suppress(Exception):  # the code under test wrote into the pipe: no report then
-            return [
+            reports = [
                 hook.pytest_report_from_serializable(config=item.config, data=entry)
                 for entry in json.loads(data)
             ]
+            for report in reports:
+                if isinstance(report.longrepr, list):  # JSON has no tuples; -rs wants one
+                    report.longrepr = tuple(report.longrepr)
+            return reports
     if data is None:
         ended, text = "time-out", f"still running after {_limit(item) + GRACE:.0f} s; stopped"
     else:
