@@ -49,6 +49,11 @@ class _Watch(work.TorchWork):
         return result
 
 
+def poisoned():
+    """Within the block torch.empty and its kin give NaN."""
+    return _Watch(None, poison=True)
+
+
 _UNINITIALISED = {
     f"aten::{name}"
     for name in (
