@@ -1,168 +1,243 @@
 """Compile a lab's kernels for cards that are not here.
 
 Triton compiles for any NVIDIA architecture without a card. With TRITON_INTERPRET=1 in the process
-it cannot, so this runs as a child process with the variable set to 0 (`compile_in_child`). There
-the lab's own launchers are called on CPU tensors, their launches are recorded instead of run, and
-each recorded kernel is compiled with the arguments' types and divisibility, as a launch would.
+it cannot, so this runs as a child process with the variable set to 0 (`stream`). There the lab's
+own launchers are called on CPU tensors, their launches are recorded instead of run, and each
+recorded kernel is compiled with the arguments' types and divisibility, as a launch would. Every
+compilation runs in a fork of that child: one that crashes or never ends costs only itself.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import io
+import hashlib
 import json
 import linecache
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 
 from labs import _impl
-from labs._harness import runtime
+from labs._harness import runtime, sandbox, steps, triton_private
 
-TIME_LIMIT = (
-    60.0  # seconds for one child; sm_75 can take minutes on a tile that sm_80 compiles in 1
-)
+TIME_LIMIT = 60.0  # seconds of one compilation; most take 1 or 2
+START_LIMIT = 120.0  # seconds until the child has imported torch and Triton
+GRACE = 10.0  # seconds more that the child may be silent
+MOST_AT_ONCE = 8
+MESSAGE = 240  # most characters of a compiler's message
 
 
 @dataclass
 class Compiled:
-    """One kernel compiled for one architecture.
+    """One kernel compiled for one architecture, or why it was not.
 
     Attributes:
-        kernel: its name. launcher: the function that launched it. arch: "sm_90".
-        options: the configuration it was asked for.
+        launcher: the function that launched it. arch: "sm_90".
+        options: the configuration that the launcher was called with.
+        kernel: its name; "" where the launcher did not get as far as a launch.
         num_warps, num_stages: as the launch passed them.
-        error: the compiler's message, or None. line, text: where, and that line of source.
-        shared: bytes of shared memory a block. registers, stack: a thread's, stack in bytes.
-        spill: bytes a thread stores to and loads from local memory because registers ran out.
+        error: what the compiler or the launcher said, or None. line, text: where, and that line.
+        timed_out: it was stopped; the error says after how long.
+        shared: bytes of shared memory a block.
+        registers: a thread's. spill: bytes a thread keeps in local memory, because registers ran
+            out.
         instructions: counts of tensor-core and asynchronous-copy instructions in the PTX.
+        seconds: what it took.
     """
 
-    kernel: str
     launcher: str
     arch: str
     options: dict
+    kernel: str = ""
     num_warps: int = 4
     num_stages: int = 3
     error: str | None = None
     line: int | None = None
     text: str = ""
+    timed_out: bool = False
     shared: int = 0
     registers: int = 0
-    stack: int = 0
     spill: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+
+    @property
+    def unwritten(self) -> str | None:
+        """The reminder of a step that is not written yet, or None."""
+        found = steps.UNWRITTEN.search(self.error or "")
+        return found.group(0) if found else None
 
 
 class CompileFailed(RuntimeError):
     """The child process did not get as far as compiling; the message is one line."""
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What is compiled at a time: all kernels of one launcher, for one architecture."""
+
+    launcher: str
+    arch: str
+    options: dict
+
+
 def unavailable() -> str | None:
     """Why kernels cannot be compiled here, or None if they can."""
     if sys.platform != "linux":
-        return "Triton's compiler for other cards is checked on Linux only"
+        return "Triton's compiler for cards that are not here is checked on Linux only"
     if not runtime.setup().has_triton:
         return "Triton is not installed"
-    return None
+    reason = triton_private.moved(triton_private.COMPILE)
+    if reason:
+        return reason
+    import triton
+
+    try:
+        tools = triton.knobs.nvidia.ptxas, triton.knobs.nvidia.cuobjdump
+        missing = [tool.path for tool in tools if not os.access(tool.path, os.X_OK)]
+    except RuntimeError as error:
+        return f"this Triton brings no NVIDIA tools ({error})"
+    return f"this Triton brings no NVIDIA tools (no {missing[0]})" if missing else None
 
 
-def compile_in_child(
-    lab: str, impl: str, requests: list[dict], archs: list[str], limit: float = TIME_LIMIT
-) -> list[Compiled]:
-    """Compiles what a lab launches, for each request and architecture.
+def stream(
+    lab: str, impl: str, units: Iterable[Unit], limit: float = TIME_LIMIT
+) -> Iterator[tuple[Unit, list[Compiled]]]:
+    """Compiles units in a child process and gives each one as soon as it is done, in any order.
 
     Args:
         lab: name of the lab folder, whose bench.py has `launches(module, **options)`.
         impl: "exercise", "solution" or a path.
-        requests: options for `launches`, one dict a configuration.
-        archs: such as ["sm_80", "sm_90"].
-        limit: seconds until the child is stopped.
+        units: what to compile.
+        limit: seconds until one compilation is stopped.
 
-    Returns:
-        One Compiled for each kernel, request and architecture that was finished in time.
+    Yields:
+        (unit, its kernels): one Compiled a launch. Closing the generator ends the child.
 
     Raises:
-        CompileFailed: the file does not load, a launcher raises, or nothing came back in time.
+        CompileFailed: the file does not load, a launcher hangs, or the child itself dies.
     """
-    job = {"lab": lab, "impl": str(impl), "requests": requests, "archs": archs}
+    units = list(units)
+    job = {"lab": lab, "impl": str(impl), "units": [asdict(u) for u in units], "limit": limit}
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(_impl.ROOT)}
-    env.pop("CUDA_VISIBLE_DEVICES", None)
-    with tempfile.TemporaryDirectory(prefix="labs-xray-") as cache:
-        env |= {"TRITON_CACHE_DIR": cache, "CUDA_VISIBLE_DEVICES": ""}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="labs-xray-"))
+        errors = stack.enter_context(tempfile.TemporaryFile("w+"))
+        env |= {"TRITON_CACHE_DIR": folder, "TMPDIR": folder, "CUDA_VISIBLE_DEVICES": ""}
         child = subprocess.Popen(
             [sys.executable, "-m", "labs._harness.compiler"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=errors,
             env=env,
             cwd=_impl.ROOT,
-            start_new_session=True,
         )
-        try:
-            out, err = child.communicate(json.dumps(job), timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, 9)
-            out, err = child.communicate()
-            err = f"stopped after {limit:.0f} s"
-    results = []
-    for line in out.splitlines():
-        if line.startswith("{"):
+        stack.callback(_end, child)
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(json.dumps(job).encode() + b"\n")
+            child.stdin.flush()
+        doing, done, lines = "start", 0, _Lines(child.stdout, START_LIMIT)
+        for line in lines:
             entry = json.loads(line)
             if "failed" in entry:
                 raise CompileFailed(entry["failed"])
-            results.append(Compiled(**entry))
-    if not results:
-        last = err.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
-        raise CompileFailed(f"the compiler's process gave nothing: {last[0]}")
-    return results
+            doing, lines.seconds = entry.get("doing", doing), limit + GRACE
+            if "unit" in entry:
+                done += 1
+                yield units[entry["unit"]], [Compiled(**kernel) for kernel in entry["kernels"]]
+        if done < len(units):
+            if child.poll() is None and _still_runs(child):
+                raise CompileFailed(f"{doing}: no end after {lines.seconds:g} s; stopped")
+            errors.seek(0)
+            last = errors.read().strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
+            raise CompileFailed(f"{doing}: the compiler's process ended early: {last[0]}")
 
 
-# ---------------------------------------------------------------- in the child
+def _still_runs(child: subprocess.Popen) -> bool:
+    try:
+        child.wait(0.5)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+class _Lines:
+    """Lines of a pipe until it closes, or until nothing has come for `seconds`."""
+
+    def __init__(self, pipe, seconds: float):
+        self.pipe, self.seconds = pipe, seconds
+
+    def __iter__(self) -> Iterator[bytes]:
+        rest = b""
+        while select.select([self.pipe], [], [], self.seconds)[0]:
+            data = os.read(self.pipe.fileno(), 1 << 16)
+            if not data:
+                return
+            *whole, rest = (rest + data).split(b"\n")
+            yield from whole
+
+
+def _end(child: subprocess.Popen) -> None:
+    """Ends a process and all below it, for which nobody waits any more."""
+    if child.poll() is None:
+        _kill_tree(child.pid)
+    child.stdin.close()
+    child.stdout.close()
+    child.wait()
+
+
+def _kill_tree(pid: int) -> None:
+    for victim in sandbox.Table.now().below(pid):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(victim, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- in the child: what is launched
 
 
 @dataclass
-class _Recorded:
+class _Launch:
+    """One recorded launch, ready to be compiled for any architecture."""
+
     fn: object
-    launcher: str
-    options: dict
     signature: dict
     constexprs: dict
     attrs: dict
-    launch_options: dict
+    options: dict
+
+    def digest(self) -> str:
+        parts = self.signature, self.constexprs, self.attrs, sorted(self.options.items())
+        return hashlib.sha256(repr((id(self.fn), *parts)).encode()).hexdigest()
 
 
-def _record(module, launches, options: dict) -> list[_Recorded]:
-    """Calls each launcher with JITFunction.run replaced by a recorder."""
-    import triton
+def _record(launch) -> list[_Launch]:
+    """Calls a launcher with JITFunction.run replaced by a recorder."""
     from triton.runtime.jit import JITFunction
 
     recorded = []
     run = JITFunction.run
-    current = ""
 
     def recorder(self, *args, grid, warmup=False, **kwargs):
-        names = {name: value for name, value in zip(self.arg_names, args, strict=False)}
-        names |= {name: value for name, value in kwargs.items() if name in self.arg_names}
+        values = dict(zip(self.arg_names, args, strict=False))
+        values |= {name: value for name, value in kwargs.items() if name in self.arg_names}
         rest = {name: value for name, value in kwargs.items() if name not in self.arg_names}
-        signature, constexprs, attrs = _specialise(self, names)
-        recorded.append(_Recorded(self, current, options, signature, constexprs, attrs, rest))
+        recorded.append(_Launch(self, *_specialise(self, values), rest))
 
     JITFunction.run = recorder
     try:
-        for name, launch in launches(module, **options).items():
-            current = name
-            launch()
+        launch()
     finally:
         JITFunction.run = run
-    assert triton is not None
     return recorded
 
 
@@ -170,24 +245,24 @@ def _specialise(fn, values: dict) -> tuple[dict, dict, dict]:
     """(signature, constexprs, attrs) as Triton's launcher makes them from the arguments."""
     signature, constexprs, attrs = {}, {}, {}
     for place, param in enumerate(fn.params):
-        name = param.name
-        value = values.get(name, getattr(param, "default", None))
+        value = values.get(param.name, getattr(param, "default", None))
         kind = _type_of(value)
-        if param.is_constexpr or value is None or kind is None:
-            signature[name] = "constexpr"
-            constexprs[(place,)] = value
-        elif kind.startswith("i") and value == 1 and not isinstance(value, bool):
-            signature[name] = "constexpr"  # Triton specialises on 1
-            constexprs[(place,)] = 1
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if param.is_constexpr or kind is None:
+            signature[param.name], constexprs[(place,)] = "constexpr", value
+        elif whole and value == 1 and not param.do_not_specialize:
+            signature[param.name], constexprs[(place,)] = "constexpr", 1
         else:
-            signature[name] = kind
-            address = value.data_ptr() if kind.startswith("*") else value
-            if not isinstance(address, (bool, float)) and address % 16 == 0:
+            signature[param.name] = kind
+            address = value.data_ptr() if kind.startswith("*") else value if whole else 1
+            free = param.do_not_specialize or param.do_not_specialize_on_alignment
+            if address % 16 == 0 and not free:
                 attrs[(place,)] = [["tt.divisibility", 16]]
     return signature, constexprs, attrs
 
 
 def _type_of(value) -> str | None:
+    """Triton's name of an argument's type; None for what can only be a constexpr."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -196,8 +271,9 @@ def _type_of(value) -> str | None:
             torch.bfloat16: "bf16",
             torch.float32: "fp32",
             torch.float64: "fp64",
-            torch.int32: "i32",
             torch.int64: "i64",
+            torch.int32: "i32",
+            torch.int16: "i16",
             torch.int8: "i8",
             torch.uint8: "u8",
             torch.bool: "i1",
@@ -209,72 +285,44 @@ def _type_of(value) -> str | None:
         return "i1"
     if isinstance(value, int):
         return "i32" if -(2**31) <= value < 2**31 else "i64"
-    if isinstance(value, float):
-        return "fp32"
-    return None
+    return "fp32" if isinstance(value, float) else None
 
 
-def _compile(recorded: _Recorded, arch: str) -> Compiled:
+# ---------------------------------------------------------------- in a fork of the child
+
+
+def _compile(launch: _Launch, blank: Compiled) -> Compiled:
+    """One launch compiled for the architecture of `blank`, whose other fields are filled in."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = recorded.launch_options
-    result = Compiled(
-        recorded.fn.__name__,
-        recorded.launcher,
-        arch,
-        recorded.options,
-        options.get("num_warps", 4),
-        options.get("num_stages", 3),
+    options = launch.options
+    result = replace(
+        blank,
+        kernel=launch.fn.__name__,
+        num_warps=options.get("num_warps", blank.num_warps),
+        num_stages=options.get("num_stages", blank.num_stages),
     )
     start = time.monotonic()
-    log = io.StringIO()
     try:
-        source = ASTSource(recorded.fn, recorded.signature, recorded.constexprs, recorded.attrs)
-        triton.knobs.nvidia.dump_ptxas_log = True
-        with contextlib.redirect_stdout(log):
-            kernel = triton.compile(
-                source, target=GPUTarget("cuda", int(arch[3:]), 32), options=dict(options)
-            )
+        source = ASTSource(launch.fn, launch.signature, launch.constexprs, launch.attrs)
+        target = GPUTarget("cuda", int(blank.arch.removeprefix("sm_")), 32)
+        kernel = triton.compile(source, target=target, options=dict(options))
     except Exception as error:
-        _explain(result, recorded.fn, error)
+        file = launch.fn.fn.__code__.co_filename
+        result.error, result.line = explain(error, file)
+        if result.line:
+            result.text = linecache.getline(file, result.line).strip()
     else:
         result.shared = kernel.metadata.shared
-        _read_resources(result, kernel, log.getvalue())
+        result.registers, result.spill = _resources(kernel.asm["cubin"])
+        result.instructions = {
+            name: len(re.findall(pattern, kernel.asm["ptx"]))
+            for name, pattern in _INSTRUCTIONS.items()
+        }
     result.seconds = time.monotonic() - start
     return result
-
-
-def _explain(result: Compiled, fn, error: Exception) -> None:
-    """The innermost message of a compile error, and the line of source it is about."""
-    node_error = error
-    while error is not None:
-        if getattr(error, "node", None) is not None:
-            node_error = error
-        if error.__cause__ is None:
-            break
-        error = error.__cause__
-    node = getattr(node_error, "node", None)
-    lines = [line for line in str(error).strip().splitlines() if line.strip(" ^")]
-    result.error = f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"[:300]
-    if node is not None:
-        result.line = fn.starting_line_number + node.lineno - 1
-        result.text = linecache.getline(fn.fn.__code__.co_filename, result.line).strip()
-
-
-def _read_resources(result: Compiled, kernel, log: str) -> None:
-    """Registers, stack and spills as ptxas reports them, instruction counts from the PTX."""
-    found = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
-    if found:
-        result.stack, result.spill = int(found[1]), int(found[2])
-    found = re.search(r"Used (\d+) registers", log)
-    if found:
-        result.registers = int(found[1])
-    ptx = kernel.asm["ptx"]
-    result.instructions = {
-        name: len(re.findall(pattern, ptx)) for name, pattern in _INSTRUCTIONS.items()
-    }
 
 
 _INSTRUCTIONS = {
@@ -285,42 +333,180 @@ _INSTRUCTIONS = {
 }
 
 
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of a thread. Triton's kernels have a stack only for spills."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
+    return int(registers), int(stack)
+
+
+def explain(error: BaseException, file: str) -> tuple[str, int | None]:
+    """(message in one line, line number in `file` or None) of a compile error.
+
+    Triton wraps the error once for each function that it was inside of; the innermost one says
+    what is wrong. Its line counts from that function's `def`.
+    """
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    placed = [e for e in chain if getattr(getattr(e, "node", None), "lineno", None)]
+    last = chain[-1]
+    text = getattr(last, "error_message", None) or ("" if last in placed else str(last))
+    words = " ".join(str(text).split()) or "does not compile"
+    diagnosis = re.search(rf"{re.escape(file)}:(\d+):\d+: error: (.*)", words)
+    if diagnosis:  # from Triton's passes, which print instead of raising
+        return clip(diagnosis[2]), int(diagnosis[1])
+    kind = type(last).__name__
+    message = words if kind == "CompilationError" else f"{kind}: {words}"
+    return clip(message), _line(placed[-1], file) if placed else None
+
+
+def clip(text: str) -> str:
+    return text if len(text) <= MESSAGE else text[: MESSAGE - 3].rstrip() + "..."
+
+
+def _line(error, file: str) -> int | None:
+    """Number of the line in `file` that a CompilationError is about."""
+    source = getattr(error, "src", None) or ""
+    name = re.match(r"def\s+(\w+)", source)
+    if not name:
+        return None
+    starts = [
+        node.lineno
+        for node in ast.walk(ast.parse("".join(linecache.getlines(file)) or "pass"))
+        if isinstance(node, ast.FunctionDef) and node.name == name[1]
+    ]
+    wanted = source.splitlines()[error.node.lineno - 1].strip()
+    found = [start + error.node.lineno - 1 for start in starts]
+    return next((n for n in found if linecache.getline(file, n).strip() == wanted), None)
+
+
+def _compile_all(launches: list[_Launch], blank: Compiled, pipe) -> None:
+    """The body of a fork: compiles, and sends the results as JSON."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this
+    with tempfile.TemporaryFile("w+") as said:
+        os.dup2(said.fileno(), 2)  # Triton's passes and ptxas write there
+        results = []
+        for launch in launches:
+            result = _compile(launch, blank)
+            said.seek(0)
+            printed = re.search(r"(\S+\.py):(\d+):\d+: error: (.*)", said.read())
+            if result.error and result.line is None and printed:
+                result.line, result.error = int(printed[2]), clip(printed[3])
+                result.text = linecache.getline(printed[1], result.line).strip()
+            results.append(asdict(result))
+        pipe.send_bytes(json.dumps(results).encode())
+
+
+@dataclass
+class _Running:
+    process: multiprocessing.Process
+    key: tuple
+    blank: Compiled
+    deadline: float
+
+
+def _compile_each(work: dict[tuple, tuple], limit: float) -> Iterator[tuple[tuple, list[dict]]]:
+    """(key, results) for each key -> (launches, blank), several at once, each in a fork."""
+    context = multiprocessing.get_context("fork")
+    waiting = list(work.items())
+    running: dict[multiprocessing.connection.Connection, _Running] = {}
+    at_once = min(MOST_AT_ONCE, len(os.sched_getaffinity(0)))
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            key, (launches, blank) = waiting.pop(0)
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=_compile_all, args=(launches, blank, writer))
+            process.start()
+            writer.close()
+            running[reader] = _Running(process, key, blank, time.monotonic() + limit)
+        first = min(r.deadline for r in running.values())
+        ready = multiprocessing.connection.wait(list(running), max(0, first - time.monotonic()))
+        late = [pipe for pipe, r in running.items() if time.monotonic() > r.deadline]
+        for pipe in {*ready, *late}:
+            r = running.pop(pipe)
+            if pipe in ready:
+                results = _received(pipe, r)
+            else:
+                error = f"still compiling after {limit:g} s; stopped"
+                results = [asdict(replace(r.blank, error=error, timed_out=True, seconds=limit))]
+                _kill_tree(r.process.pid)
+            r.process.join()
+            pipe.close()
+            yield r.key, results
+
+
+def _received(pipe, r: _Running) -> list[dict]:
+    try:
+        return json.loads(pipe.recv_bytes())
+    except (EOFError, OSError):
+        r.process.join()
+        code = r.process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return [asdict(replace(r.blank, error=f"Triton's compiler crashed ({how})"))]
+
+
 def _main() -> None:
     # The answer goes to the real stdout; whatever the lab's code prints goes to stderr.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def tell(entry: dict) -> None:
+    def tell(**entry) -> None:
         answer.write(json.dumps(entry) + "\n")
         answer.flush()
 
-    job = json.loads(sys.stdin.read())
+    job = json.loads(sys.stdin.readline())
     version = runtime.setup().triton_version
     runtime.setup = lambda: runtime.Runtime("cpu", False, version, "compiling only")
     runtime.check_launch = lambda **tensors: None
+    triton_private.warm_up()  # imports the compiler, too: once, for all forks
+    bench = _impl.load(job["lab"], str(_impl.LABS / job["lab"] / "bench.py"))
+    tell(doing="loading the file")
     try:
         module = _impl.load(job["lab"], job["impl"])
-        bench = _impl.load(job["lab"], str(_impl.LABS / job["lab"] / "bench.py"))
-        recorded = []
-        for options in job["requests"]:
-            recorded += _record(module, bench.launches, options)
-    except Exception as error:
-        first = str(error).strip().splitlines() or [""]
-        return tell({"failed": f"{type(error).__name__}: {first[0]}"})
-    work = [(r, arch) for r in recorded for arch in job["archs"]]
-    global _work
-    _work = work
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        for result in pool.imap(_compile_nth, range(len(work))):
-            tell(asdict(result))
+    except _impl.LoadError as error:
+        return tell(failed=str(error))
+    units = [Unit(**unit) for unit in job["units"]]
+    work, wanted = {}, {}  # key -> (launches, blank); key -> numbers of the units that it serves
+    for n, unit in enumerate(units):
+        tell(doing=f"calling {unit.launcher}")
+        blank = Compiled(unit.launcher, unit.arch, unit.options)
+        try:
+            launches = _record(bench.launches(module, **unit.options)[unit.launcher])
+            if not launches:
+                raise RuntimeError(f"{unit.launcher} launched no kernel")
+        except Exception as error:
+            blank.error, blank.line, blank.text = _launcher_error(error, module.__file__)
+            tell(unit=n, kernels=[asdict(blank)])
+            continue
+        key = unit.launcher, unit.arch, *(launch.digest() for launch in launches)
+        work.setdefault(key, (launches, blank))
+        wanted.setdefault(key, []).append(n)
+    tell(doing="compiling")
+    for key, results in _compile_each(work, job["limit"]):
+        for n in wanted[key]:
+            for result in results:
+                result["options"] = units[n].options
+            tell(unit=n, kernels=results)
     return None
 
 
-_work: list = []  # for the pool's workers, which inherit it by fork
-
-
-def _compile_nth(n: int) -> Compiled:
-    return _compile(*_work[n])
+def _launcher_error(error: Exception, file: str) -> tuple[str, int | None, str]:
+    """(message, line, text) of what a launcher raised before it launched anything."""
+    words = " ".join(str(error).split())
+    number, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == file:
+            number = trace.tb_lineno
+        trace = trace.tb_next
+    text = linecache.getline(file, number).strip() if number else ""
+    return clip(f"{type(error).__name__}: {words}"), number, text
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from labs._harness import runtime
+from labs._harness import runtime, triton_private
 
 
 @dataclass
@@ -85,22 +85,7 @@ def unavailable() -> str | None:
         return "Triton is not installed"
     if not here.interpret:
         return "kernels run on the GPU; watching them needs Triton's CPU interpreter"
-    try:
-        from triton.runtime import interpreter as ti
-
-        parts = (
-            ti._interpreter.load,
-            ti._interpreter.store,
-            ti.interpreter_builder.create_dot,
-            ti.interpreter_builder.set_grid_idx,
-            ti.GridExecutor.__call__,
-        )
-        fields = set(inspect.getfullargspec(ti.GridExecutor.__init__).args)
-    except (ImportError, AttributeError) as error:
-        return f"Triton {here.triton_version} has moved its interpreter's parts ({error})"
-    if not all(map(callable, parts)) or not {"fn", "arg_names", "grid"} <= fields:
-        return f"Triton {here.triton_version} has changed its interpreter's parts"
-    return None
+    return triton_private.moved(triton_private.INTERPRET)
 
 
 @contextlib.contextmanager
