@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from labs import _impl
-from labs._harness import interpreter, memory, oracle, work
+from labs._harness import interpreter, memory, oracle, runtime, work
 
 
 class Finding(AssertionError):
@@ -97,7 +98,7 @@ class Guarded:
         self.work: work.TorchWork | None = None
         self.kernels: work.KernelWork | None = None
         self.last_call: tuple | None = None
-        self._last_program_only = False
+        self._skip: interpreter.Observer | None = None
         with self._reading():
             self._module = load()
 
@@ -138,13 +139,14 @@ class Guarded:
         """
         tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
         before = [t.detach().clone() if t.numel() < 1 << 24 else None for t in tensors]
-        watch = _Watch(row_limit, poison=not self._last_program_only)
+        versions = [t._version for t in tensors]
+        watch = _Watch(row_limit, poison=not isinstance(self._skip, memory.LastProgramOnly))
         access, kernels = memory.AccessCheck(), work.KernelWork()
         self.work, self.kernels = watch, None
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._reading())
-            if self._last_program_only:
-                stack.enter_context(interpreter.observe(memory.LastProgramOnly()))
+            if self._skip is not None:
+                stack.enter_context(interpreter.observe(self._skip))
             stack.enter_context(_engine(watch, engine_calls))
             if interpreter.unavailable() is None:
                 self.kernels = kernels
@@ -153,24 +155,31 @@ class Guarded:
             yield
         findings = access.findings + watch.findings
         for number, (t, old) in enumerate(zip(tensors, before, strict=True)):
-            if old is not None and not _same(t.detach(), old):
+            if t._version != versions[number] or (old is not None and not _same(t.detach(), old)):
                 findings.append(f"modifies its input number {number} (shape {tuple(t.shape)})")
         if _harness_code() != _HARNESS_CODE:
             findings.append("changes the code that checks it (labs._harness)")
         if findings:
             raise Finding(f"{name}: {findings[0]}")
 
-    @contextlib.contextmanager
     def last_program_only(self):
         """Within the block kernels run their last program only, and outputs stay lazily allocated.
 
         So offsets beyond 2**31 are reached without the memory and the time of getting there.
         """
-        self._last_program_only = True
+        return self._skipping(memory.LastProgramOnly())
+
+    def no_program(self):
+        """Within the block kernels are launched and run no program: outputs stay unwritten."""
+        return self._skipping(memory.NoProgram())
+
+    @contextlib.contextmanager
+    def _skipping(self, observer):
+        self._skip = observer
         try:
             yield
         finally:
-            self._last_program_only = False
+            self._skip = None
 
     @contextlib.contextmanager
     def _reading(self):
@@ -226,9 +235,13 @@ def _install_audit_hook():
     _audit.installed = True  # an audit hook cannot be removed; `watching` turns it off
 
     def hook(event, args):
-        if event != "open" or not _audit.watching or not isinstance(args[0], str):
+        if not _audit.watching:
             return
-        path = Path(args[0])
+        if event in _OTHER_PROGRAMS and runtime.setup().interpret:  # a GPU's compiler is one, too
+            raise Finding("starts another program: what it does cannot be watched")
+        if event != "open" or not isinstance(args[0], (str, bytes)):
+            return
+        path = Path(os.path.realpath(os.fsdecode(args[0])))
         if path.name == "solution.py" or (
             path.parent.name == "__pycache__" and path.name.startswith("solution.")
         ):
@@ -237,10 +250,16 @@ def _install_audit_hook():
     sys.addaudithook(hook)
 
 
+_OTHER_PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn")
+
+
+_JUDGES_USE = ("where", "equal", "allclose", "isfinite", "unravel_index", "exp", "tensor")
+
+
 def _harness_code() -> dict[str, object]:
     """Every function of the modules that judge, by name: what a submission must leave alone."""
-    code = {}
-    for module in (oracle, memory, work, interpreter):
+    code = {name: getattr(torch, name) for name in _JUDGES_USE}
+    for module in (oracle, memory, work, interpreter, sys.modules[__name__]):
         for name, value in vars(module).items():
             if inspect.isfunction(value) or inspect.isclass(value):
                 code[f"{module.__name__}.{name}"] = value
