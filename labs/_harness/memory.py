@@ -126,7 +126,21 @@ def _elements(t: torch.Tensor) -> np.ndarray | None:
 
 
 class LastProgramOnly(interpreter.Observer):
-    """Skips all programs but the last: offsets beyond 2**31 without the work of getting there."""
+    """Skips all programs but the last: offsets beyond 2**31 without the work of getting there.
+
+    With several grid axes in use, all programs run whose indices on axes 1 and 2 are the last, so
+    that it does not matter in which order a kernel gives tiles to the programs of axis 0.
+    """
 
     def program(self, launch):
-        return launch.program == tuple(n - 1 for n in launch.grid)
+        last = tuple(n - 1 for n in launch.grid)
+        if last[1:] != (0, 0):
+            return launch.program[1:] == last[1:]
+        return launch.program == last
+
+
+class NoProgram(interpreter.Observer):
+    """Skips every program: what comes out was not computed by a kernel."""
+
+    def program(self, launch):
+        return False

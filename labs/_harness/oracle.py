@@ -73,8 +73,8 @@ class Expected:
 
     def check(self, got: torch.Tensor) -> None:
         """Raises Mismatch unless `got` has this shape and dtype and lies within the budget."""
-        if not isinstance(got, torch.Tensor):
-            raise Mismatch(f"{self.name}: want a tensor, got {type(got).__name__}")
+        if type(got) is not torch.Tensor:
+            raise Mismatch(f"{self.name}: want a torch.Tensor, got {type(got).__name__}")
         if tuple(got.shape) != tuple(self.value.shape):
             raise Mismatch(
                 f"{self.name}: want shape {tuple(self.value.shape)}, got {tuple(got.shape)}"
@@ -421,7 +421,7 @@ def qkv(
     Args:
         kind: "normal"; "large", scores of some hundreds; "growing" or "shrinking", scores that rise
             or fall along the keys, so that the running maximum changes at each tile or never;
-            "equal", all scores of a row the same.
+            "equal", all scores of a row the same; "low", all scores near -50,000.
     """
     S = T if S is None else S
     heads = H if kv_heads is None else kv_heads
@@ -434,6 +434,9 @@ def qkv(
         q, k = q * 0.3, k * 0.3
         q[..., :1] = 6.0 * math.sqrt(D)
         k[..., :1] = ramp * 5.0
+    elif kind == "low":
+        q[..., :1], k[..., :1] = 256.0, -192.0 * math.sqrt(D)
+        k[..., :1] = k[..., :1].round()
     elif kind == "equal":
         k = k[:, :, :1].expand(B, heads, S, D).clone()
     elif kind != "normal":

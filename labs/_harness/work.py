@@ -86,7 +86,8 @@ class TorchWork(TorchDispatchMode):
     Attributes:
         flops: of matrix products (torch.utils.flop_counter's formulas).
         allocated: bytes of all tensors made, views not counted.
-        largest: bytes of the largest tensor made, and `largest_shape` its shape.
+        largest: bytes of the largest tensor made, `largest_shape` its shape.
+        most_elements: elements of the tensor made that has most, `most_text` says which.
         peak: most bytes alive at one time among the tensors made.
         live: bytes alive now.
         moved: bytes read and written, had every operation read its inputs and written its output.
@@ -99,6 +100,8 @@ class TorchWork(TorchDispatchMode):
         self.allocated = 0
         self.largest = 0
         self.largest_shape: tuple[int, ...] = ()
+        self.most_elements = 0
+        self.most_text = "no tensor"
         self.live = 0
         self.peak = 0
         self.moved = 0
@@ -138,6 +141,11 @@ class TorchWork(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         if size > self.largest:
             self.largest, self.largest_shape = size, tuple(t.shape)
+        if size // t.element_size() > self.most_elements:
+            self.most_elements = size // t.element_size()
+            self.most_text = (
+                f"a tensor of {self.most_elements:,} elements, {t.dtype} {tuple(t.shape)}"
+            )
         weakref.finalize(storage, self._freed, key, size)
 
     def _freed(self, key, size):
