@@ -1,5 +1,6 @@
 """guard.py: each rule finds what it is for, and leaves its allowed twin alone."""
 
+import subprocess
 import textwrap
 
 import pytest
@@ -186,6 +187,7 @@ def test_the_engine_is_itself_again_afterwards(lab):
     [
         ("x.mul_(2)", 0),
         ("x[0, 0] = 9.0", 0),
+        ("x.mul_(2).div_(2)", 0),
         ("y.zero_()", 1),
         ("y.copy_(float('nan') * y)", 1),
         ("scale.t()[1] += 1.0", 2),
@@ -255,6 +257,17 @@ def test_other_files_may_be_opened_and_the_reference_may_open_itself(lab, tmp_pa
         SOLUTION.read_text()
 
 
+@needs_interpreter
+@pytest.mark.parametrize(
+    "how", ["import os; os.system('true')", "import subprocess; subprocess.run(['true'])"]
+)
+def test_another_program_is_found(lab, how):
+    code = lab(f"def f(x):\n    {how}\n    return x")
+    with pytest.raises(Finding, match="starts another program"):
+        code.f(x())
+    subprocess.run(["true"], check=True)  # outside of a call anything may run
+
+
 def test_outside_of_a_call_nothing_is_watched(lab):
     code = lab("def f(x): return x")
     code.f(x())
@@ -275,6 +288,8 @@ def test_outside_of_a_call_nothing_is_watched(lab):
         (oracle.Expected, "check"),
         (memory.AccessCheck, "_check"),
         (interpreter, "span"),
+        (guard.Guarded, "last_program_only"),
+        (torch, "unravel_index"),
     ],
 )
 def test_a_changed_harness_is_found(lab, monkeypatch, owner, name):
@@ -362,6 +377,9 @@ def test_the_last_program_only(lab):
     y = code.double(x(32))
     assert code.kernels.bytes_stored == 128
     assert not y.isnan().any()
+    with code.no_program():
+        assert code.double(x(32)).isnan().all(), "nothing but the kernel writes the output"
+    assert not code.double(x(32)).isnan().any()
 
 
 def test_the_last_call_is_kept_and_other_names_are_plain(lab):

@@ -1,6 +1,5 @@
 """memory.py: red zones, gaps, and the check of each access of a kernel."""
 
-import math
 import re
 
 import pytest
@@ -283,13 +282,16 @@ def test_a_product_that_wraps_is_a_stray_access_with_that_question():
     assert "wrap past 2**31" in text
 
 
-@needs_interpreter
-def test_the_last_program_is_that_of_all_axes():
-    only = memory.LastProgramOnly()
-    launch = interpreter.Launch("k", {}, (2, 3, 1))
-    ran = []
-    for launch.program in [(i, j, 0) for i in range(2) for j in range(3)]:
-        if only.program(launch):
-            ran.append(launch.program)
-    assert ran == [(1, 2, 0)]
-    assert math.prod(launch.grid) == launch.programs
+def programs(observer, *grid) -> list[tuple]:
+    launch = interpreter.Launch("k", {}, grid)
+    every = [(i, j, k) for i in range(grid[0]) for j in range(grid[1]) for k in range(grid[2])]
+    return [launch.program for launch.program in every if observer.program(launch)]
+
+
+def test_which_programs_are_the_last():
+    assert programs(memory.LastProgramOnly(), 3, 1, 1) == [(2, 0, 0)]
+    assert programs(memory.LastProgramOnly(), 1, 1, 1) == [(0, 0, 0)]
+    # With several axes, those of all tiles on axis 0: a kernel may deal them out in any order.
+    assert programs(memory.LastProgramOnly(), 2, 3, 1) == [(0, 2, 0), (1, 2, 0)]
+    assert programs(memory.LastProgramOnly(), 2, 3, 2) == [(0, 2, 1), (1, 2, 1)]
+    assert programs(memory.NoProgram(), 2, 3, 2) == []

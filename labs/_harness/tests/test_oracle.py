@@ -221,11 +221,17 @@ def test_equal_infinities_pass_and_unequal_ones_do_not():
     assert "worst at [2]" in mismatch(want, torch.tensor([-math.inf, math.inf, -math.inf]))
 
 
+class AlwaysRight(torch.Tensor):
+    def __eq__(self, other):
+        return torch.ones(2, 3, dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
     ("got", "says"),
     [
-        (None, "out: want a tensor, got NoneType"),
-        (torch.zeros(2, 3).tolist(), "out: want a tensor, got list"),
+        (None, "out: want a torch.Tensor, got NoneType"),
+        (torch.zeros(2, 3).tolist(), "out: want a torch.Tensor, got list"),
+        (AlwaysRight((2, 3)), "out: want a torch.Tensor, got AlwaysRight"),
         (torch.zeros(3, 2), "out: want shape (2, 3), got (3, 2)"),
         (torch.zeros(2, 3, dtype=F16), "out: want dtype torch.float32, got torch.float16"),
         (torch.zeros(2, 3, device="meta"), "out: want it on cpu, got meta"),
@@ -408,6 +414,8 @@ def test_equal_scores_are_equal_and_large_ones_large(dtype):
     assert v.std() > 0.5
     q, k, _ = oracle.qkv(2, 2, 20, 32, S=30, dtype=dtype, kind="large")
     assert 100 < scores(q, k).abs().max() < 2000
+    q, k, _ = oracle.qkv(2, 2, 20, 32, S=30, dtype=dtype, kind="low")
+    assert ((scores(q, k) + 50_000).abs() < 2000).all()
     q, k, _ = oracle.qkv(2, 2, 20, 32, S=30, dtype=dtype)
     assert 2 < scores(q, k).abs().max() < 10
 
