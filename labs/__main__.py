@@ -13,6 +13,7 @@ COMMANDS = {
     "board": ("steps", "the board of all labs from the last pytest run (also without a command)"),
     "doctor": ("doctor", "check this machine: versions, card, what runs where, a self-test"),
     "bench": ("bench", "benchmark a lab on this card; without a GPU, count instead of timing"),
+    "xray": ("xray", "compile a lab's kernels for NVIDIA cards that are not here"),
     "trace": ("trace", "run attention on a CPU and draw which tiles it really visited"),
     "grade": ("grade", "grade a folder of submissions, each in a process of its own with limits"),
     "handout": ("handout", "write the student edition: the repository without its references"),

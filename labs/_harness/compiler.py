@@ -34,7 +34,7 @@ TIME_LIMIT = 60.0  # seconds of one compilation; most take 1 or 2
 START_LIMIT = 120.0  # seconds until the child has imported torch and Triton
 GRACE = 10.0  # seconds more that the child may be silent
 MOST_AT_ONCE = 8
-MESSAGE = 240  # most characters of a compiler's message
+MESSAGE = 180  # most characters of a compiler's message
 
 
 @dataclass
@@ -312,6 +312,9 @@ def _compile(launch: _Launch, blank: Compiled) -> Compiled:
     except Exception as error:
         file = launch.fn.fn.__code__.co_filename
         result.error, result.line = explain(error, file)
+        helper = re.search(r"Unsupported function referenced: (\w+)", result.error)
+        if helper and result.line is None:  # found before any line is compiled
+            result.line = _first_line(launch.fn, helper[1])
         if result.line:
             result.text = linecache.getline(file, result.line).strip()
     else:
@@ -346,6 +349,14 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
+def _first_line(fn, word: str) -> int | None:
+    """Number of the first line of a kernel that has a word."""
+    for number, line in enumerate(fn.raw_src, fn.starting_line_number):
+        if re.search(rf"\b{word}\b", line):
+            return number
+    return None
+
+
 def explain(error: BaseException, file: str) -> tuple[str, int | None]:
     """(message in one line, line number in `file` or None) of a compile error.
 
@@ -358,17 +369,23 @@ def explain(error: BaseException, file: str) -> tuple[str, int | None]:
     placed = [e for e in chain if getattr(getattr(e, "node", None), "lineno", None)]
     last = chain[-1]
     text = getattr(last, "error_message", None) or ("" if last in placed else str(last))
-    words = " ".join(str(text).split()) or "does not compile"
-    diagnosis = re.search(rf"{re.escape(file)}:(\d+):\d+: error: (.*)", words)
-    if diagnosis:  # from Triton's passes, which print instead of raising
-        return clip(diagnosis[2]), int(diagnosis[1])
-    kind = type(last).__name__
+    kind, words = type(last).__name__, " ".join(str(text).split()) or "does not compile"
+    quoted = re.fullmatch(r"(\w+)\((['\"].*['\"])\)", words)  # Triton keeps some as repr(error)
+    if quoted:
+        kind = quoted[1]
+        with contextlib.suppress(SyntaxError, ValueError):
+            words = ast.literal_eval(quoted[2])
     message = words if kind == "CompilationError" else f"{kind}: {words}"
+    message = re.sub(r"<function (\w+) at 0x\w+>", r"\1", message)
     return clip(message), _line(placed[-1], file) if placed else None
 
 
 def clip(text: str) -> str:
-    return text if len(text) <= MESSAGE else text[: MESSAGE - 3].rstrip() + "..."
+    """At most MESSAGE characters, cut after a sentence where there is one."""
+    if len(text) <= MESSAGE:
+        return text
+    end = text.rfind(". ", 0, MESSAGE)
+    return text[: end + 1] if end > 0 else text[: MESSAGE - 3].rstrip() + "..."
 
 
 def _line(error, file: str) -> int | None:
