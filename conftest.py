@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from labs import _impl
-from labs._harness import guard, isolate, mutants, oracle, runtime, steps
+from labs._harness import guard, isolate, mutants, oracle, picture, runtime, steps
 
 
 def pytest_addoption(parser):
@@ -35,13 +35,25 @@ def pytest_addoption(parser):
         help="plant each fault of mutants.py in the reference and print which the tests catch",
     )
     group.addoption(
+        "--mutant",
+        action="append",
+        metavar="ID",
+        help="plant only this fault; may be repeated",
+    )
+    group.addoption(
         "--write-handout",
         action="store_true",
         help="with --mutants: also write the result into the labs' handouts",
     )
+    group.addoption(
+        "--picture",
+        action="store_true",
+        help="of a failed comparison, also save an error map under runs/pictures",
+    )
 
 
 def pytest_configure(config):
+    config.option.mutants |= bool(config.option.mutant)
     try:
         _impl.set_default(config.getoption("impl"))
     except _impl.LoadError as error:
@@ -54,6 +66,8 @@ def pytest_configure(config):
         mutants.register(config, Path(scratch.name))
     else:
         config.pluginmanager.register(mutants.Diagnosis(Path(scratch.name)), "labs-diagnosis")
+        if config.getoption("picture"):
+            config.pluginmanager.register(picture.Pictures(config), "labs-pictures")
 
 
 def pytest_ignore_collect(collection_path, config):

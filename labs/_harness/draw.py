@@ -166,7 +166,7 @@ def _edges(n: int, tile: int) -> list[int]:
     tiles = math.ceil(n / tile)
     step = math.ceil(tiles / LABELLED) * tile
     edges = list(range(0, n, step))
-    if len(edges) > 1 and n - edges[-1] < 0.05 * n:
+    if len(edges) > 1 and n - edges[-1] < 0.07 * n:
         edges.pop()
     return [*edges, n]
 
@@ -284,7 +284,9 @@ def _heat_map(path, expected, error, at, names, lines) -> Path:
     rows, columns = error.shape
     tiles = expected.tiles
     other = {"T": "S", "S": "T"}.get(names[0])
-    beside = bool(other and names[1] == "D" and tiles.get(other) and tiles.get(names[0]))
+    beside = bool(
+        other and names[1] == "D" and tiles.get(other) and rows > tiles.get(names[0], rows)
+    )
     figure = plt.figure(figsize=(14 if beside else 11, 9.5), layout="constrained")
     grid = figure.subplots(1, 2 if beside else 1, sharey=True, squeeze=False)[0]
     axes = grid[-1]
@@ -292,8 +294,11 @@ def _heat_map(path, expected, error, at, names, lines) -> Path:
     finite = error[np.isfinite(error)]
     top = max(float(finite.max()) if finite.size else 0.0, 10 * budget)
     colours = plt.get_cmap("viridis_r").with_extremes(under="#EDEDED", bad=VERMILION)
-    masked = np.ma.masked_where(~np.isfinite(error), error)
-    extent = (0, columns, rows, 0)
+    # A log scale has no 0: what is far within the budget counts as just within it.
+    masked = np.ma.masked_where(~np.isfinite(error), np.maximum(error, budget / 2))
+    # A place's number stands at its middle; along an axis of tiles at its edge, as the tiles' do.
+    down, right = (0.0 if name in tiles else 0.5 for name in names)
+    extent = (-right, columns - right, rows - down, -down)
     image = axes.imshow(
         masked,
         norm=LogNorm(budget, top),
@@ -311,8 +316,9 @@ def _heat_map(path, expected, error, at, names, lines) -> Path:
     if names == ["T", "S"] and expected.causal:
         _staircase(axes, rows)
     y, x = at
-    axes.plot(x + 0.5, y + 0.5, "o", markersize=20, markerfacecolor="none", color="white", mew=4.5)
-    axes.plot(x + 0.5, y + 0.5, "o", markersize=20, markerfacecolor="none", color="black", mew=2)
+    middle = (x + 0.5 - right, y + 0.5 - down)
+    axes.plot(*middle, "o", markersize=20, markerfacecolor="none", color="white", mew=4.5)
+    axes.plot(*middle, "o", markersize=20, markerfacecolor="none", color="black", mew=2)
     handles = [
         Patch(facecolor="#EDEDED", edgecolor="#555555", label="within the budget"),
         Line2D(
@@ -367,12 +373,16 @@ def _of(tile: int | None) -> str:
 
 
 def _integer_ticks(axes, rows, columns, tile) -> None:
-    axes.set_ylim(rows, 0)
     if tile and tile < rows:
         axes.set_yticks(_edges(rows, tile))
+    elif rows <= 8:
+        axes.set_yticks(range(rows))
     else:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=LABELLED))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    if columns <= 8:
+        axes.set_xticks(range(columns))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
 
 
 def _error_line(path, expected, error, at, names, lines) -> Path:
