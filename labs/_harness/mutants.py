@@ -128,7 +128,7 @@ class KillMatrix:
             if lab and item.get_closest_marker("step"):
                 self.items.setdefault((lab, item.originalname), []).append(item)
         labs = sorted({lab for lab, _ in self.items})
-        work = [(lab, mutant) for lab in labs for mutant in of_lab(lab)]
+        work = [(lab, mutant) for lab in labs for mutant in of_lab(lab) if self._wanted(mutant)]
         baseline = sorted({(lab, mutant.caught_by) for lab, mutant in work})
         session.testscollected = len(work)
         with multiprocessing.get_context("fork").Pool(os.cpu_count(), _single_thread) as pool:
@@ -141,6 +141,10 @@ class KillMatrix:
                 problem = "" if verdict.outcome == "caught" else verdict.detail
                 self._log(f"labs/{lab}/mutants.py::{verdict.mutant.id}", problem)
         return True
+
+    def _wanted(self, mutant: Mutant) -> bool:
+        chosen = self.config.getoption("mutant")
+        return not chosen or mutant.id in chosen
 
     def _log(self, nodeid: str, problem: str) -> None:
         report = pytest.TestReport(
@@ -246,6 +250,12 @@ def register(config: pytest.Config, folder: Path) -> None:
     global _matrix
     if not isolate.enabled(config):
         raise pytest.UsageError("--mutants needs Linux and kernels on the CPU (TRITON_INTERPRET=1)")
+    chosen = set(config.getoption("mutant") or ())
+    unknown = chosen - {mutant.id for lab in _impl.labs() for mutant in of_lab(lab)}
+    if unknown:
+        raise pytest.UsageError(f"--mutant {min(unknown)}: no such planted fault")
+    if chosen and config.getoption("write_handout"):
+        raise pytest.UsageError("--write-handout wants all planted faults: leave --mutant out")
     _matrix = KillMatrix(config, folder)
     config.pluginmanager.register(_matrix, "labs-mutants")
 
