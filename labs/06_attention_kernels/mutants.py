@@ -1216,4 +1216,64 @@ def triton_flash_attention(q, k, v, causal=False, **options):
     ),
 ]
 
-MUTANTS = STEP_1 + STEP_2 + STEP_3 + STEP_4 + STEP_5
+# Right in the interpreter, and no kernel at all on a GPU.
+COMPILES4 = "test_triton_softmax_compiles_for_every_card"
+COMPILES5 = "test_triton_flash_attention_compiles_for_every_card"
+NOT_ON_A_GPU = [
+    bug(
+        "softmax-global-constant",
+        4,
+        SOFTMAX,
+        COMPILES4,
+        "the kernel reads a global variable, which the compiler refuses",
+        ('other=float("-inf")', "other=NOTHING"),
+        append='NOTHING = float("-inf")',
+    ),
+    bug(
+        "kernel-break",
+        5,
+        KERNEL,
+        COMPILES5,
+        "the causal loop is left with break, which the compiler refuses",
+        ("hi = tl.minimum(T, (pid_m + 1) * BLOCK_M)", "hi = T"),
+        (
+            "            cols = start_n + offs_n",
+            "            if CAUSAL and start_n >= (pid_m + 1) * BLOCK_M:\n"
+            "                break\n"
+            "            cols = start_n + offs_n",
+        ),
+    ),
+    bug(
+        "kernel-scalar-sum",
+        5,
+        KERNEL,
+        COMPILES5,
+        "the row sum starts as a number and becomes a tile in the loop",
+        ("l_i = tl.zeros((BLOCK_M,), tl.float32)", "l_i = 0.0"),
+    ),
+    bug(
+        "kernel-if-on-a-tile",
+        5,
+        KERNEL,
+        COMPILES5,
+        "an if asks a whole tile whether the maximum has grown",
+        (
+            "            m_i = m_new\n",
+            "            if tl.max(m_new) > m_i:\n                m_i = m_new\n",
+        ),
+    ),
+    bug(
+        "kernel-helper-without-jit",
+        5,
+        KERNEL,
+        COMPILES5,
+        "the kernel calls a helper that is not @triton.jit",
+        ("acc * alpha[:, None]", "rescaled(acc, alpha)"),
+        append="""
+def rescaled(acc, alpha):
+    return acc * alpha[:, None]
+""",
+    ),
+]
+
+MUTANTS = STEP_1 + STEP_2 + STEP_3 + STEP_4 + STEP_5 + NOT_ON_A_GPU
