@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from labs._harness import trace
+from labs._harness import tilemap
 
 BLUE, ORANGE, GREEN, PURPLE, VERMILION, GREY = (
     "#0072B2",
@@ -54,12 +54,12 @@ LABELLED = 12  # ticks of one axis
 # ---------------------------------------------------------------- tile map
 
 
-def tile_map(path: Path, found: trace.Trace, title: str, kernel: bool) -> Path:
+def tile_map(path: Path, found: tilemap.TileMap, title: str, kernel: bool) -> Path:
     """Which query tiles met which key tiles, in which order, with the causal diagonal.
 
     Args:
         path: the PNG to write.
-        found: what trace.trace gave.
+        found: what `trace` found.
         kernel: whether the numbers count within a program.
 
     Returns:
@@ -78,9 +78,11 @@ def tile_map(path: Path, found: trace.Trace, title: str, kernel: bool) -> Path:
         if found.causal:
             _staircase(axes, found.T)
         _tile_axes(axes, found)
-        present = [kind for kind in trace.KINDS if found.counts[kind]]
+        present = [kind for kind in tilemap.KINDS if found.counts[kind]]
         handles = [
-            Patch(label=f"{kind}: {trace.MEANINGS[kind]}", edgecolor="#555555", **KIND_STYLE[kind])
+            Patch(
+                label=f"{kind}: {tilemap.MEANINGS[kind]}", edgecolor="#555555", **KIND_STYLE[kind]
+            )
             for kind in present
         ]
         if found.missing.any():
@@ -98,7 +100,7 @@ def tile_map(path: Path, found: trace.Trace, title: str, kernel: bool) -> Path:
         return _save(figure, path)
 
 
-def _draw_cell(axes, cell: trace.Cell, width: float) -> None:
+def _draw_cell(axes, cell: tilemap.Cell, width: float) -> None:
     (i0, i1), (j0, j1) = cell.rows, cell.keys
     style = KIND_STYLE[cell.kind]
     shape = (j0, i0), j1 - j0, i1 - i0
@@ -106,11 +108,11 @@ def _draw_cell(axes, cell: trace.Cell, width: float) -> None:
     axes.add_patch(Rectangle(*shape, fill=False, edgecolor="black", linewidth=width))
 
 
-def _roomy(cell: trace.Cell, found: trace.Trace) -> bool:
+def _roomy(cell: tilemap.Cell, found: tilemap.TileMap) -> bool:
     return min(np.ptp(cell.rows), np.ptp(cell.keys)) >= 0.045 * found.T
 
 
-def _missing_pairs(axes, found: trace.Trace) -> None:
+def _missing_pairs(axes, found: tilemap.TileMap) -> None:
     pairs = np.ma.masked_equal(found.missing, False)
     axes.imshow(
         pairs,
@@ -125,7 +127,7 @@ def _missing_pairs(axes, found: trace.Trace) -> None:
         axes.axvline(edge, color="black", linewidth=0.8, zorder=2.5)
 
 
-def _number(axes, cell: trace.Cell, found: trace.Trace) -> None:
+def _number(axes, cell: tilemap.Cell, found: tilemap.TileMap) -> None:
     """The order of visit, in the corner that the diagonal does not pass."""
     (i0, i1), (j0, j1) = cell.rows, cell.keys
     x, y = (j0 + j1) / 2, (i0 + i1) / 2
@@ -148,7 +150,7 @@ def _staircase(axes, T: int, swap: bool = False, width: float = 2.4) -> None:
     axes.plot(xs, ys, color="black", linewidth=width, zorder=3)
 
 
-def _tile_axes(axes, found: trace.Trace) -> None:
+def _tile_axes(axes, found: tilemap.TileMap) -> None:
     T = found.T
     axes.set_xlim(0, T)
     axes.set_ylim(T, 0)
@@ -163,8 +165,7 @@ def _tile_axes(axes, found: trace.Trace) -> None:
 
 def _edges(n: int, tile: int) -> list[int]:
     """Edges of tiles, thinned out so that their labels do not overlap; the end is one of them."""
-    tiles = math.ceil(n / tile)
-    step = math.ceil(tiles / LABELLED) * tile
+    step = math.ceil(math.ceil(n / tile) / LABELLED) * tile
     edges = list(range(0, n, step))
     if len(edges) > 1 and n - edges[-1] < 0.07 * n:
         edges.pop()
@@ -216,14 +217,14 @@ def row_path(path: Path, found, row: int, points, true, lse: float, title: str) 
             panel.margins(y=0.12)
         figure.align_ylabels(panels)
         every = math.ceil(len(x) / LABELLED)
-        names = [trace.span(p.keys).split(" ")[0] for p in points]
+        names = [tilemap.span(p.keys).split(" ")[0] for p in points]
         panels[2].set_xticks(x[::every], names[::every], rotation=30 if len(x) > 6 else 0)
         panels[2].set_xlim(0.5, len(x) + 0.5)
         panels[2].set_xlabel("keys of each tile, in the order of visit")
         lines = [title, f"row {row}: the recurrence in float64, in the code's own order of tiles"]
         missing = found.missing_keys(row)
         if missing.size:
-            lines.append(f"never met: {trace.named(missing, 'key')}")
+            lines.append(f"never met: {tilemap.named(missing, 'key')}")
         figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=15)
         return _save(figure, path)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labs import __main__, _impl
-from labs._harness import bench, interpreter, mutants, trace
+from labs._harness import bench, interpreter, mutants, tilemap, trace
 
 LAB = "06_attention_kernels"
 FIGURE = ["D..", "DD.", "FD.", "FFD", "FFD"]  # T = 33, 7 x 11, causal: the handout's picture
@@ -47,7 +47,7 @@ def of_call(call, chosen, kernel=False):
 
 
 def letters(found):
-    return ["".join(trace.LETTERS[cell.kind] for cell in row) for row in found.cells]
+    return ["".join(tilemap.LETTERS[cell.kind] for cell in row) for row in found.cells]
 
 
 def orders(found):
@@ -99,7 +99,7 @@ F full, D diagonal, . skipped; the number is the order of visit"""
 
 def test_text_of_the_small_case():
     found = trace.trace(traced("solution", SMALL), SMALL)
-    assert "\n".join(trace.tile_text(found)) == GOLDEN
+    assert "\n".join(tilemap.tile_text(found)) == GOLDEN
     assert found.captions() == [
         "bytes of K read: 6,592; needed 6,592: 1.00 times",
         "FLOPs of products: 41,920; needed 41,920: 1.00 times",
@@ -109,10 +109,10 @@ def test_text_of_the_small_case():
 @pytest.mark.parametrize("tiles", [10, 40, 80])
 def test_text_fits_in_its_columns(tiles):
     rows = torch.arange(tiles * 2).numpy()
-    visits = [trace.Visit(n, rows[2 * n : 2 * n + 2], rows) for n in range(tiles)]
-    found = trace.Trace(tiles * 2, 2, 2, False, visits)
-    lines = trace.tile_text(found)
-    assert max(map(len, lines)) <= trace.WIDTH
+    visits = [tilemap.Visit(n, rows[2 * n : 2 * n + 2], rows) for n in range(tiles)]
+    found = tilemap.TileMap(tiles * 2, 2, 2, False, visits)
+    lines = tilemap.tile_text(found)
+    assert max(map(len, lines)) <= tilemap.WIDTH
     assert sum(line.count("F") for line in lines[:-1]) == tiles**2
 
 
@@ -145,11 +145,11 @@ def test_pairs_that_are_missing_are_named(tmp_path):
     found = of_mutant("forward-skip-one-short", SMALL, tmp_path)
     assert found.missing.sum() == 5
     assert "missing: queries 7..13 with keys 11..21: 1 of 6 visible pairs never met" in (
-        trace.missing_text(found)
+        tilemap.missing_text(found)
     )
     assert found.missing_keys(13).tolist() == [13]
-    points, true, lse = trace.path(found, 13, SMALL)
-    lines = trace.path_text(found, 13, points, true, lse)
+    points, true, lse = tilemap.path(found, 13, SMALL)
+    lines = tilemap.path_text(found, 13, points, true, lse)
     assert "never met: key 13; the path ends beside the true value" in lines
 
 
@@ -325,12 +325,12 @@ def test_kernel_is_followed_however_it_loads(how, copy):
 def test_path_ends_at_the_true_value():
     found = trace.trace(traced("solution", SMALL), SMALL)
     stats = _impl.load(LAB, "solution").online_softmax_stats
-    points, true, lse = trace.path(found, 32, SMALL, stats)
-    assert [trace.span(p.keys) for p in points] == ["0..10", "11..21", "22..32"]
+    points, true, lse = tilemap.path(found, 32, SMALL, stats)
+    assert [tilemap.span(p.keys) for p in points] == ["0..10", "11..21", "22..32"]
     assert points[0].m < points[1].m < points[2].m
     assert abs(points[-1].out - true).max() < 1e-12
     assert points[-1].m + math.log(points[-1].l) == pytest.approx(lse, abs=1e-12)
-    lines = trace.path_text(found, 32, points, true, lse)
+    lines = tilemap.path_text(found, 32, points, true, lse)
     assert (
         lines[-1] == "your online_softmax_stats over the same blocks: the same m and l after each"
     )
@@ -340,7 +340,7 @@ def test_path_shows_where_the_labs_own_statistics_leave_it(tmp_path):
     mutant = next(m for m in mutants.of_lab(LAB) if m.id == "stats-no-rescale")
     stats = _impl.load(LAB, str(mutants.write(mutant, LAB, tmp_path))).online_softmax_stats
     found = trace.trace(traced("solution", SMALL), SMALL)
-    lines = trace.path_text(found, 32, *trace.path(found, 32, SMALL, stats))
+    lines = tilemap.path_text(found, 32, *tilemap.path(found, 32, SMALL, stats))
     assert "after tile 2 it gives m = 2.0968, l = " in lines[-1]
 
 
@@ -357,7 +357,7 @@ def test_command_writes_pictures_that_are_not_blank(tmp_path, capsys):
     assert command("06", "--impl", "solution", *args) == 0
     out = capsys.readouterr().out
     assert GOLDEN in out
-    assert max(map(len, out.splitlines())) <= trace.WIDTH
+    assert max(map(len, out.splitlines())) <= tilemap.WIDTH
     record = json.loads((tmp_path / "step2.json").read_text())
     assert record["counts"] == {"full": 5, "diagonal": 6, "skipped": 4}
     for name in ("step2-tiles.png", "step2-row.png"):
