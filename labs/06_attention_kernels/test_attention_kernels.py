@@ -465,6 +465,11 @@ def test_flash_backward_sums_in_float32(lab, device):
     # 320 equal terms: a sum kept in bfloat16 (8 bits) stops growing at 256 of them.
     q, k, v = oracle.qkv(1, 1, 640, 8, S=4, dtype=BF16, device=device)
     check_backward(lab, q * 0.01, k * 0.01, v, torch.ones_like(q), False, 2, 4)
+    # The same for dq: 640 keys in tiles of 2, where each adds as much of the same sign.
+    sign = torch.tensor([1.0, -1.0], dtype=BF16, device=device).repeat(320)[None, None, :, None]
+    k = v = sign.expand(1, 1, 640, 8).contiguous()
+    q = torch.zeros(1, 1, 4, 8, dtype=BF16, device=device)
+    check_backward(lab, q, k, v, torch.ones_like(q), False, 4, 2)
 
 
 @step3
