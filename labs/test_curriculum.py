@@ -83,7 +83,8 @@ def test_stub_and_reference_differ_in_step_bodies_only(lab):
 @each_lab
 def test_stub_names_lab_and_step_in_order(lab):
     file = LABS / lab / "exercise.py"
-    found = [m for f in functions(file).values() for m in reminders(f)]
+    in_order = sorted(functions(file).values(), key=lambda f: f.lineno)
+    found = [m for f in in_order for m in reminders(f)]
     parsed = [steps.UNWRITTEN.fullmatch(text).groups() for text in found]
     declared = steps.declared(lab)
     assert [(int(n), int(step)) for n, step, _ in parsed] == [
