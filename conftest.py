@@ -41,12 +41,6 @@ def pytest_addoption(parser):
         help="plant only this fault; may be repeated",
     )
     group.addoption(
-        "--mutant",
-        action="append",
-        metavar="ID",
-        help="plant only this fault; may be repeated",
-    )
-    group.addoption(
         "--write-handout",
         action="store_true",
         help="with --mutants: also write the result into the labs' handouts",
@@ -59,7 +53,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.option.mutants |= bool(config.option.mutant)
     config.option.mutants |= bool(config.option.mutant)
     try:
         _impl.set_default(config.getoption("impl"))
