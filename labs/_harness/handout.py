@@ -25,6 +25,7 @@ LEFT_OUT = {
     "labs/_harness/tests/*": "tests of the machinery, for authors",
     "labs/test_curriculum.py": "tests of the labs themselves, for authors",
     ".ci/run": "what CI of this repository runs",
+    ".ci/versions": "what CI of this repository runs at night",
     ".github/workflows/*": "CI of this repository",
 }
 
