@@ -78,6 +78,20 @@ def test_pytorchs_own_attention_is_found(lab, causal, grad):
     assert "f: calls PyTorch's own attention (aten::" in finding(code.f, q)
 
 
+def test_its_plain_form_is_found_as_a_softmax_over_whole_rows(lab):
+    code = lab(
+        """
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        def f(q, block=8):
+            with sdpa_kernel(SDPBackend.MATH):
+                return F.scaled_dot_product_attention(q, q, q)
+        """,
+        limits={"f": "block"},
+    )
+    assert "softmax over 16 elements of a row" in finding(code.f, x(1, 2, 16, 8))
+
+
 def test_attention_written_out_is_not(lab):
     code = lab("def f(q): return (q @ q.mT).softmax(-1) @ q")
     assert code.f(x(1, 2, 16, 8)).shape == (1, 2, 16, 8)

@@ -10,6 +10,7 @@ from labs._harness.runtime import Runtime
 try:
     import triton
     import triton.language as tl
+    from triton.runtime import interpreter as ti
 except ImportError:
     triton = None
 
@@ -56,6 +57,8 @@ if triton is not None:
     @triton.jit
     def _broken_kernel(x_ptr):
         tl.load(x_ptr + undefined_name)  # noqa: F821
+
+    _INTERPRETER, _CALL = ti._interpreter, ti.GridExecutor.__call__
 
 
 class Recorder(interpreter.Observer):
@@ -202,10 +205,17 @@ def test_observers_nest():
 
 def parts() -> tuple:
     """The private parts of the interpreter that are replaced while kernels are watched."""
-    from triton.runtime import interpreter as ti
-
     own = [n for n in ("create_dot", "create_masked_load") if n in vars(ti.interpreter_builder)]
     return ti._interpreter, ti.GridExecutor.__call__, own
+
+
+def test_what_is_replaced_is_what_the_other_tests_look_at():
+    assert parts()[2] == []
+    with interpreter.observe(Recorder()):
+        assert parts()[2] == ["create_dot", "create_masked_load"]
+        assert parts()[0] is ti._interpreter is not _INTERPRETER
+        assert parts()[1] is not _CALL
+    assert parts() == (_INTERPRETER, _CALL, [])
 
 
 def test_nothing_is_left_of_the_watching():
