@@ -155,8 +155,9 @@ def stream(
             if "unit" in entry:
                 done += 1
                 yield units[entry["unit"]], [Compiled(**kernel) for kernel in entry["kernels"]]
+        runs = _still_runs(child)  # it is about to end, unless it hangs
         if done < len(units):
-            if child.poll() is None and _still_runs(child):
+            if runs:
                 raise CompileFailed(f"{doing}: no end after {lines.seconds:g} s; stopped")
             errors.seek(0)
             last = errors.read().strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
@@ -165,7 +166,7 @@ def stream(
 
 def _still_runs(child: subprocess.Popen) -> bool:
     try:
-        child.wait(0.5)
+        child.wait(2)
     except subprocess.TimeoutExpired:
         return True
     return False

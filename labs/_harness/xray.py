@@ -318,7 +318,7 @@ def sweep_table(xray: XRay, given: dict, rows: list[dict], archs: list[str]) -> 
             [xray.of(xray.unit(launcher, arch, **given, **row)) for arch in archs] for row in rows
         ]
         kinds = {json.dumps([_facts(kernels) for kernels in line]) for line in cells if all(line)}
-        if len(kinds) == 1:
+        if len(kinds) == 1 and all(map(all, cells)):
             words = [
                 f"{arch} {' '.join(_cell(kernels).split())}"
                 for arch, kernels in zip(archs, cells[0], strict=True)
