@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
+import inspect
 import json
 import linecache
 import multiprocessing
@@ -352,7 +353,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def _first_line(fn, word: str) -> int | None:
     """Number of the first line of a kernel that has a word."""
-    for number, line in enumerate(fn.raw_src, fn.starting_line_number):
+    for number, line in enumerate(*inspect.getsourcelines(fn.fn)):
         if re.search(rf"\b{word}\b", line):
             return number
     return None

@@ -423,9 +423,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
-    reason = compiler.unavailable()
-    if reason:
-        raise LoadError(f"cannot compile here: {reason}")
     xray = XRay(args.lab, args.impl, args.time_limit, None if args.no_cache else CACHE)
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     unknown = [name for name in given if name not in xray.defaults]
@@ -433,6 +430,9 @@ def run(args: argparse.Namespace) -> int:
         name = unknown[0].replace("_", "-")
         has = ", ".join(f"--{n.replace('_', '-')}" for n in xray.defaults) or "none"
         raise LoadError(f"{xray.lab} has no option --{name}; it has: {has}")
+    reason = compiler.unavailable()
+    if reason:
+        raise LoadError(f"cannot compile here: {reason}")
     archs = args.arch or list(SWEEP_ARCHS if args.sweep else CARDS)
     grid = getattr(xray.bench, "GRID", GRID) if args.sweep else {}
     grid = {k: v for k, v in grid.items() if k in xray.defaults and k not in given}
