@@ -151,6 +151,19 @@ def test_the_handout_gets_score_and_table_between_its_markers(perfect):
     assert "| 2 | bug | tail | the last tile is dropped | `test_times` |" in text
 
 
+@linux
+def test_one_fault_alone(repository):
+    repository.labs(third_92=None)
+    repository.write("labs/92_third/mutants.py", bank(92, "wrong", "tail", "cheat"))
+    run = repository.pytest("--mutant", "tail")
+    assert run.code == 0
+    assert "caught 1 of 1: 1 of 1 bugs" in run.lines
+    run = repository.pytest("--mutant", "wrong", "--mutant", "gone")
+    assert "ERROR: --mutant gone: no such planted fault" in run.lines
+    run = repository.pytest("--mutant", "tail", "--write-handout")
+    assert "--write-handout wants all planted faults" in run.out
+
+
 # ---------------------------------------------------------------- the diagnosis
 
 
