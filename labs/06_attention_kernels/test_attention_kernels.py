@@ -713,10 +713,11 @@ def test_triton_softmax_follows_its_input(lab, device):
     assert torch.equal(first, kept), "a later call must not write into the first one's result"
 
 
-def check_compiles(lab, request, launcher):
-    """For every card, in the configuration that bench.py's `launches` has by default."""
+def check_compiles(lab, request, launcher, **options):
+    """For every card: the benchmark's 64 x 64 tiles must fit, `options` must not even spill."""
     cached = hasattr(request.config, "cache")  # not with pytest -p no:cacheprovider
-    xray.check(request.path, lab.file, launcher, cached)
+    xray.check(request.path, lab.file, launcher, cached, **options)
+    xray.check(request.path, lab.file, launcher, cached, may_spill=True)
 
 
 @step4
@@ -901,7 +902,7 @@ def test_triton_flash_attention_follows_its_input(lab, device):
 @needs_compiler
 @pytest.mark.timeout(90)
 def test_triton_flash_attention_compiles_for_every_card(lab, request):
-    check_compiles(lab, request, "triton_flash_attention")
+    check_compiles(lab, request, "triton_flash_attention", block_m=16, block_n=16)
 
 
 @step5
