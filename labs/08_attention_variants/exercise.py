@@ -155,7 +155,7 @@ def attention(
     block_m=64,
     block_n=64,
     num_warps=4,
-    num_stages=3,
+    num_stages=2,
 ):
     """Causal attention of grouped heads at an offset, with or without a window; copies nothing.
 
@@ -246,7 +246,7 @@ if triton is not None:
         #   q_ptr, k_ptr, v_ptr, out_ptr point to row 0 of the head, lse_ptr to its first element
         #   query i sees key j if offset + i - window < j <= offset + i and j < S
         #   keys lo to hi are seen by some row of the tile, full_lo to full_hi by every row
-        #   three loops: tiles that the window cuts, full tiles (no mask), those the diagonal cuts
+        #   two loops: full tiles without a mask; then tiles cut by the window and by the diagonal
         tl.static_assert(False, "lab 08 step 3: write _attend")
 
     @triton.jit
@@ -380,7 +380,7 @@ def varlen_attention(
     block_m=64,
     block_n=64,
     num_warps=4,
-    num_stages=3,
+    num_stages=2,
 ):
     """Attention of sequences of any lengths, packed one after the other: no padding is computed.
 

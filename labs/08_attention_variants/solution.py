@@ -215,7 +215,7 @@ def attention(
     block_m=64,
     block_n=64,
     num_warps=4,
-    num_stages=3,
+    num_stages=2,
 ):
     """Causal attention of grouped heads at an offset, with or without a window; copies nothing.
 
@@ -311,41 +311,47 @@ if triton is not None:
         last = tl.minimum(offset + offs_m, S - 1)  # (BLOCK_M,), the last key that each row sees
         first = offset + offs_m - window + 1  # (BLOCK_M,), and the first
 
-        # Keys lo to hi are seen by some row, keys full_lo to full_hi by every row of the tile.
+        # Keys lo to hi are seen by some row of the tile, keys full_lo to full_hi by every row.
         low = offset + pid_m * BLOCK_M  # position of the first row
         high = offset + tl.minimum(T, (pid_m + 1) * BLOCK_M)  # past the position of the last row
-        lo = tl.maximum(low - window + 1, 0)
         hi = tl.minimum(S, high)
+        lo = tl.minimum(tl.maximum(low - window + 1, 0), hi)
         full_lo = lo + tl.cdiv(tl.maximum(high - window - lo, 0), BLOCK_N) * BLOCK_N
         full_hi = lo + tl.maximum(tl.minimum(S, low + 1) - lo, 0) // BLOCK_N * BLOCK_N
         full_hi = tl.maximum(full_hi, full_lo)
+        below = tl.cdiv(tl.minimum(full_lo, hi) - lo, BLOCK_N)  # tiles before the full ones
+        above = tl.cdiv(tl.maximum(hi - full_hi, 0), BLOCK_N)  # tiles after them
 
         # Running state of the query tile: row maximum (unscaled), row sum, unnormalised output.
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
         scale_log2 = scale * 1.4426950408889634  # exp(x) is exp2(x log2(e)), one instruction
-        # Three loops from one: tiles that the window cuts, full tiles, those the diagonal cuts.
-        for phase in tl.static_range(3):
-            begin = lo if phase == 0 else (full_lo if phase == 1 else full_hi)
-            end = tl.minimum(full_lo, hi) if phase == 0 else (full_hi if phase == 1 else hi)
-            tile = (begin + offs_n).to(tl.int64)[:, None]  # (BLOCK_N, 1)
-            k_ptrs = k_ptr + tile * stride_ks + offs_d[None, :]  # (BLOCK_N, D)
-            v_ptrs = v_ptr + tile * stride_vs + offs_d[None, :]  # (BLOCK_N, D)
-            for start_n in range(begin, end, BLOCK_N):
+        # Two loops from one text: full tiles without a mask, then those that the window cuts and,
+        # in the same loop, those that the diagonal or the end cuts.
+        for phase in tl.static_range(2):
+            for i in range(0, (full_hi - full_lo) // BLOCK_N if phase == 0 else below + above):
+                if phase == 0:
+                    start_n = full_lo + i * BLOCK_N
+                else:
+                    after = full_hi + (i - below) * BLOCK_N
+                    start_n = tl.where(i < below, lo + i * BLOCK_N, after)
                 cols = start_n + offs_n  # (BLOCK_N,)
-                if phase == 1:
+                keys = cols.to(tl.int64)[:, None]  # (BLOCK_N, 1)
+                k_ptrs = k_ptr + keys * stride_ks + offs_d[None, :]  # (BLOCK_N, D)
+                v_ptrs = v_ptr + keys * stride_vs + offs_d[None, :]  # (BLOCK_N, D)
+                if phase == 0:
                     k = tl.load(k_ptrs)  # (BLOCK_N, D)
                     v = tl.load(v_ptrs)  # (BLOCK_N, D)
                 else:
                     k = tl.load(k_ptrs, mask=cols[:, None] < S, other=0.0)  # (BLOCK_N, D)
                     v = tl.load(v_ptrs, mask=cols[:, None] < S, other=0.0)  # (BLOCK_N, D)
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
-                if phase != 1:
+                if phase == 1:
                     visible = (cols[None, :] >= first[:, None]) & (cols[None, :] <= last[:, None])
                     s = tl.where(visible, s, float("-inf"))  # (BLOCK_M, BLOCK_N)
                 m_new = tl.maximum(m_i, tl.max(s, axis=1))  # (BLOCK_M,)
-                # The first tile of a row may lie wholly outside its window: refer to 0 meanwhile.
+                # A row's first tile may lie wholly outside its window: refer to 0 meanwhile.
                 m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # (BLOCK_M,)
                 alpha = tl.exp2((m_i - m_ref) * scale_log2)  # (BLOCK_M,)
                 # Subtract before scaling: equal scores must give exactly 1, however large.
@@ -353,8 +359,6 @@ if triton is not None:
                 l_i = l_i * alpha + tl.sum(p, axis=1)
                 acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
                 m_i = m_new
-                k_ptrs += BLOCK_N * stride_ks
-                v_ptrs += BLOCK_N * stride_vs
 
         l_i = tl.where(l_i == 0, 1.0, l_i)  # a row that sees no key: out 0, lse = m_i = -inf
         out = acc / l_i[:, None]  # (BLOCK_M, D)
@@ -524,7 +528,7 @@ def varlen_attention(
     block_m=64,
     block_n=64,
     num_warps=4,
-    num_stages=3,
+    num_stages=2,
 ):
     """Attention of sequences of any lengths, packed one after the other: no padding is computed.
 
@@ -650,7 +654,7 @@ def attention_backward(q, k, v, out, lse, dout, query_offset=None, window=None, 
         do_rows = dout[:, :, i0:i1].to(dtype).reshape(B, H_kv, G * n, DV)  # (B, H_kv, G n, DV)
         s = (q_rows @ k_tile.transpose(-2, -1) * scale).view(B, H, n, j1 - j0)
         visible = _visible(i0, i1, j0, j1, query_offset, window, q.device)  # (n, tile)
-        # A row that sees no key has lse = -inf, and exp(s + inf) = inf: fill p, not s.
+        # Rows without any key (lse -inf) are in no tile's slice: exp(s - lse) is finite.
         p = torch.exp(s - lse[:, :, i0:i1, None]).masked_fill(~visible, 0.0)  # (B, H, n, tile)
         dp = (do_rows @ v_tile.transpose(-2, -1)).view_as(p)  # (B, H, n, tile)
         ds = p * (dp - delta[:, :, i0:i1, None]) * scale  # (B, H, n, tile)

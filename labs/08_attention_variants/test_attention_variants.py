@@ -153,6 +153,13 @@ def test_online_attention_dtypes(lab, device, dtype):
 
 
 @step1
+def test_online_attention_sums_in_float32(lab, device):
+    # 640 equal terms, one key a tile: a sum kept in bfloat16 (8 bits) stops growing at 256.
+    q, k, v = oracle.qkv(1, 2, 1, 8, S=640, kv_heads=1, dtype=BF16, device=device)
+    check_online(lab, q * 0, k, torch.ones_like(v), 1)
+
+
+@step1
 @score_kinds
 def test_online_attention_score_ranges(lab, device, kind):
     check_online(lab, *oracle.qkv(1, 2, 40, 16, kind=kind, device=device), 8)
@@ -214,7 +221,7 @@ def test_online_attention_layouts(lab, device, layout):
 
 @step1
 def test_online_attention_work(lab, device):
-    B, H, kv_heads, T, S, D, tile = 1, 8, 2, 1, 512, 64, 32
+    B, H, kv_heads, T, S, D, tile = 1, 8, 2, 1, 1024, 64, 32
     q, k, v = oracle.qkv(B, H, T, D, S=S, kv_heads=kv_heads, device=device)
     check_online(lab, q, k, v, tile)
     want = 4 * B * H * T * S * D
@@ -1125,9 +1132,12 @@ def test_backward_layouts(lab, device):
 
 @step6
 def test_backward_sums_in_float32(lab, device):
-    # 640 equal terms, 8 heads of 80 rows: a sum kept in bfloat16 (8 bits) stops growing at 256.
-    q, k, v, dout = case(8, 1, 80, 2, B=1, dtype=BF16, device=device)
-    check_backward(lab, q * 0, k * 0, v, torch.ones_like(dout), 1, None, 1)
+    # 640 equal terms, one key a tile: a sum kept in bfloat16 (8 bits) stops growing at 256.
+    sign = torch.ones(640, 1, dtype=BF16, device=device)
+    sign[::2] = -1
+    v = k = sign.expand(1, 1, 640, 8).contiguous()
+    q = torch.zeros(1, 1, 1, 8, dtype=BF16, device=device)
+    check_backward(lab, q, k, v, torch.ones_like(q), None, None, 1)
 
 
 @step6
@@ -1190,7 +1200,9 @@ def test_backward_uses_lse_and_out(lab, device):
 @step6
 def test_backward_follows_its_input(lab, device):
     q, k, v, dout = case(4, 2, 12, 12, device=device)
-    grads = lab.attention_backward(q, k, v, *forward_results(q, k, v, seen(12, 12)), dout)
+    grads = lab.attention_backward(
+        q, k, v, *forward_results(q, k, v, seen(12, 12, device=device)), dout
+    )
     kept = [g.clone() for g in grads]
     for x in (q, k, v, dout):
         x.copy_(oracle.inputs(*x.shape, dtype=F64, device=device))
