@@ -74,7 +74,7 @@ def test_stub_and_reference_differ_in_step_bodies_only(lab):
     folder = LABS / lab
     stub = functions(folder / "exercise.py")
     unwritten = {name for name, function in stub.items() if reminders(function)}
-    assert len(unwritten) == len(steps.declared(lab)), "one reminder for each step"
+    assert len(unwritten) >= len(steps.declared(lab)), "a reminder for each step"
     assert without_step_bodies(folder / "exercise.py", unwritten) == without_step_bodies(
         folder / "solution.py", unwritten
     )
@@ -87,9 +87,9 @@ def test_stub_names_lab_and_step_in_order(lab):
     found = [m for f in in_order for m in reminders(f)]
     parsed = [steps.UNWRITTEN.fullmatch(text).groups() for text in found]
     declared = steps.declared(lab)
-    assert [(int(n), int(step)) for n, step, _ in parsed] == [
-        (int(lab[:2]), step) for step in declared
-    ]
+    # A step may have several functions, one after the other.
+    in_order = dict.fromkeys((int(n), int(step)) for n, step, _ in parsed)
+    assert list(in_order) == [(int(lab[:2]), step) for step in declared]
     for step in declared:
         assert steps.todo_line(file, step), f"step {step} has a TODO comment"
     assert not any(reminders(f) for f in functions(LABS / lab / "solution.py").values())
