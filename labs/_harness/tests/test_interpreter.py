@@ -152,7 +152,12 @@ def test_a_dot_is_told_with_its_sizes():
 @pytest.mark.filterwarnings("ignore:tl.make_block_ptr is deprecated")
 def test_block_pointers_are_watched_within_their_bounds():
     x, y = torch.randn(11), torch.zeros(11)
-    found = recorded(_block_pointer_kernel, (1,), x, y, 11)
+    try:
+        found = recorded(_block_pointer_kernel, (1,), x, y, 11)
+    except Exception as error:
+        if "Block pointers have been removed" not in str(error):
+            raise
+        pytest.skip("this release of Triton has no block pointers any more")
     assert torch.equal(x, y)
     assert found.events == [("load", "x_ptr", 11, 4), ("store", "y_ptr", 11, 4)]
 
