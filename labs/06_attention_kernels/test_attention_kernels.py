@@ -865,7 +865,7 @@ def test_triton_flash_attention_offsets_beyond_32_bits(lab, device):
 @step5
 def test_triton_flash_attention_many_heads_long_rows(lab, device):
     check_kernel(lab, *fenced_qkv(2, 5, 150, 16, device=device), True, 64, 32)
-    check_kernel(lab, *fenced_qkv(1, 1, 300, 128, device=device), False, 128, 128)
+    check_kernel(lab, *fenced_qkv(1, 1, 300, 128, dtype=F16, device=device), False, 64, 64)
 
 
 @step5
@@ -922,7 +922,8 @@ def test_triton_flash_attention_rejects(lab, device):
         with pytest.raises(ValueError, match="block_n"):
             lab.triton_flash_attention(q, k, v, block_n=block)
     many = q[:1, :1, :1].expand(70_000, 1, 1, 16)
-    with pytest.raises(ValueError, match="65,535"), lab.last_program_only():
+    few = lab.last_program_only() if here.interpret else contextlib.nullcontext()
+    with pytest.raises(ValueError, match="65,535"), few:
         lab.triton_flash_attention(many, many, many)
     if here.interpret:
         with pytest.raises(ValueError, match="bfloat16"):

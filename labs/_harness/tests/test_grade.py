@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from labs._harness import grade, marks, sandbox
+from labs._harness import grade, marks, runtime, sandbox
 from labs._impl import ROOT, LoadError
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="each test runs in its own process on Linux only"
+    sys.platform != "linux" or runtime.setup().device == "cuda",
+    reason="each test runs in its own process on Linux without a GPU only",
 )
 
 LAB = "90_fixture"

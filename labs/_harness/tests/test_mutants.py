@@ -4,11 +4,16 @@ import sys
 
 import pytest
 
-from labs._harness import mutants
+from labs._harness import mutants, runtime
 from labs._harness.mutants import Mutant, StaleEdit
 from labs._harness.tests.fixture_lab import KERNEL, SHIFT, solution, source
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        runtime.setup().device == "cuda", reason="faults are planted in forks, on a CPU"
+    ),
+]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="planting faults needs a fork")
 
 # id -> (how it ends, the mutant without its id)

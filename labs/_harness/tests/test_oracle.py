@@ -172,6 +172,8 @@ def test_a_sum_in_half_precision_is_no_statistic():
 def test_tf32_is_right_for_a_kernel_on_a_gpu_only(monkeypatch):
     q, k, v = oracle.qkv(1, 2, 53, 16)
     got = tiled(oracle.tf32(q), oracle.tf32(k), oracle.tf32(v))
+    on_cpu = Runtime("cpu", True, "3.7.1", "test")
+    monkeypatch.setattr(oracle.runtime, "setup", lambda: on_cpu)
     mismatch(oracle.attention(q, k, v, kernel=True)[0], got[0])
     on_gpu = Runtime("cuda", False, "3.7.1", "test")
     monkeypatch.setattr(oracle.runtime, "setup", lambda: on_gpu)

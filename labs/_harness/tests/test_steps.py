@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from labs._harness import steps
+from labs._harness import runtime, steps
 from labs._harness.tests import fixture_lab
 from labs._harness.tests.fixture_lab import KERNEL, SHIFT, solution, source
 
@@ -243,6 +243,7 @@ importlib.metadata.version = version
 """
 
 
+@pytest.mark.skipif(runtime.setup().device == "cuda", reason="a machine without Triton has no GPU")
 def test_skips_are_counted_apart_where_there_is_no_triton(repository):
     repository.labs(first_90=None, second_91=solution(91))
     repository.write("no_triton.py", NO_TRITON)
