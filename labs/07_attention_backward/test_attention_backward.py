@@ -830,7 +830,7 @@ def test_autograd_computes_what_is_asked_for(lab, device):
 def test_autograd_has_no_second_derivative(lab, device):
     leaves = [x.requires_grad_() for x in problem(1, 1, 16, 16, device=device)[:3]]
     out = lab.flash_attention(*leaves)
-    (dq,) = torch.autograd.grad(out.sum(), leaves[:1], create_graph=True)
+    (dq,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
     with pytest.raises(RuntimeError):  # an error, and not silently a gradient of 0
         torch.autograd.grad(dq.sum() + leaves[0].square().sum(), leaves[:1])
 
