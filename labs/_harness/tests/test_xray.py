@@ -382,6 +382,15 @@ def test_check_fails_on_spills_and_on_too_much_shared_memory(pretend):
     assert "  sm_120: will not launch on an RTX 5060" in str(caught.value)
 
 
+def test_check_may_let_spills_pass_and_take_other_options(pretend):
+    compiled = pretend(lambda unit: clean(unit) | {"spill": 8 * (unit.options["block_m"] > 16)})
+    xray.check(LAB, SOLUTION, FLASH, may_spill=True)
+    xray.check(LAB, SOLUTION, FLASH, block_m=16)
+    assert [unit.options["block_m"] for unit in compiled] == [64] * 5 + [16] * 5
+    with pytest.raises(AssertionError, match="spills 8 bytes a thread: slow"):
+        xray.check(LAB, SOLUTION, FLASH)
+
+
 def test_an_unwritten_step_is_not_compiled(pretend, capsys):
     compiled = pretend(clean)
     stub = _impl.LABS / LAB / "exercise.py"
