@@ -1105,4 +1105,39 @@ def attention_backward(q, k, v, out, lse, dout, query_offset=None, window=None, 
     ),
 ]
 
-MUTANTS = [*STEP_1, *STEP_2, *STEP_3, *STEP_4, *STEP_5, *STEP_6]
+# Right in the interpreter, and no kernel at all on a GPU.
+NOT_ON_A_GPU = [
+    bug(
+        "kernel-global-constant",
+        2,
+        KERNEL,
+        "test_attention_compiles_for_every_card",
+        "the kernel reads a global variable, which the compiler refuses",
+        (
+            'tl.full((BLOCK_M,), float("-inf"), tl.float32)',
+            "tl.full((BLOCK_M,), LOWEST, tl.float32)",
+        ),
+        append='LOWEST = float("-inf")',
+    ),
+    bug(
+        "window-scalar-sum",
+        3,
+        ATTEND,
+        "test_window_compiles_for_every_card",
+        "the row sum starts as a number and becomes a tile in the loop",
+        ("l_i = tl.zeros((BLOCK_M,), tl.float32)", "l_i = 0.0"),
+    ),
+    bug(
+        "varlen-break",
+        5,
+        VARLEN,
+        "test_varlen_compiles_for_every_card",
+        "a loop over the sequences is left with break, which the compiler refuses",
+        (
+            "        if pid_m * BLOCK_M < T:",
+            "        for _ in range(0, tiles):\n            break\n        if pid_m * BLOCK_M < T:",
+        ),
+    ),
+]
+
+MUTANTS = [*STEP_1, *STEP_2, *STEP_3, *STEP_4, *STEP_5, *STEP_6, *NOT_ON_A_GPU]

@@ -13,7 +13,7 @@ import re
 import pytest
 import torch
 
-from labs._harness import memory, oracle, runtime
+from labs._harness import compiler, memory, oracle, runtime, xray
 
 STEPS = {
     1: "online_attention",
@@ -40,6 +40,9 @@ here = runtime.setup()
 needs_triton = pytest.mark.skipif(not here.has_triton, reason="Triton is not installed")
 interpreter_only = pytest.mark.skipif(
     not here.interpret, reason="counted in Triton's CPU interpreter (TRITON_INTERPRET=1)"
+)
+needs_compiler = pytest.mark.skipif(
+    compiler.unavailable() is not None, reason=str(compiler.unavailable())
 )
 kernel_dtypes = pytest.mark.parametrize(
     "dtype",
@@ -156,7 +159,7 @@ def test_online_attention_dtypes(lab, device, dtype):
 def test_online_attention_sums_in_float32(lab, device):
     # 640 equal terms, one key a tile: a sum kept in bfloat16 (8 bits) stops growing at 256.
     q, k, v = oracle.qkv(1, 2, 1, 8, S=640, kv_heads=1, dtype=BF16, device=device)
-    check_online(lab, q * 0, k, torch.ones_like(v), 1)
+    check_online(lab, q * 0, k, v + 1, 1)
 
 
 @step1
@@ -319,6 +322,12 @@ def check_bytes(lab, q, k, v, window, block_m, block_n):
         "K and V are not repeated, nothing is copied"
     )
     return work.bytes_loaded
+
+
+def check_compiles(lab, request, launcher):
+    """For every card, without spills: 32 x 32 tiles, which compile in a second or two."""
+    cached = hasattr(request.config, "cache")  # not with pytest -p no:cacheprovider
+    xray.check(request.path, lab.file, launcher, cached, block_m=32, block_n=32)
 
 
 def check_far_offsets(lab, device, window):
@@ -521,6 +530,13 @@ def test_attention_is_the_kernels_work(lab, device):
 
 
 @step2
+@needs_compiler
+@pytest.mark.timeout(90)
+def test_attention_compiles_for_every_card(lab, request):
+    check_compiles(lab, request, "attention")
+
+
+@step2
 def test_attention_rejects(lab, device):
     q, k, v = oracle.qkv(1, 4, 8, 16, kv_heads=2, device=device)
     lab.attention(q, k, v, block_m=16, block_n=16)
@@ -679,6 +695,13 @@ def test_window_follows_its_input(lab, device):
 @interpreter_only
 def test_window_is_the_kernels_work(lab, device):
     check_is_the_kernels_work(lab, device, 9)
+
+
+@step3
+@needs_compiler
+@pytest.mark.timeout(90)
+def test_window_compiles_for_every_card(lab, request):
+    check_compiles(lab, request, "_attend")
 
 
 @step3
@@ -994,6 +1017,13 @@ def test_varlen_is_the_kernels_work(lab, device):
         results = lab.varlen_attention(*qkv, cu, cu)
     for name, x in zip(("out", "lse"), results, strict=True):
         assert bool(x.isnan().all()), f"no program ran, yet {name} has numbers: the kernel's work"
+
+
+@step5
+@needs_compiler
+@pytest.mark.timeout(90)
+def test_varlen_compiles_for_every_card(lab, request):
+    check_compiles(lab, request, "varlen_attention")
 
 
 @step5
