@@ -235,13 +235,13 @@ def test_delta_reads_and_writes_once(lab, device):
 
 @step1
 def test_delta_offsets_beyond_32_bits(lab, device):
-    stride = 2**31 + 64
+    stride = 2**30 + 64
     try:
-        storage = torch.empty(stride + 20 * 16, dtype=F16, device=device)
+        storage = torch.empty(2 * stride + 20 * 16, dtype=F16, device=device)
     except RuntimeError as error:
         pytest.skip(f"needs 4.3 GB of address space: {str(error)[:60]}")
-    x = storage.as_strided((2, 1, 20, 16), (stride, 20 * 16, 16, 1))  # little of it is real memory
-    x.copy_(oracle.inputs(2, 1, 20, 16, dtype=F16, device=device))
+    x = storage.as_strided((3, 1, 20, 16), (stride, 20 * 16, 16, 1))  # little of it is real memory
+    x.copy_(oracle.inputs(3, 1, 20, 16, dtype=F16, device=device))
     check_delta(lab, x, x)
 
 
@@ -949,7 +949,7 @@ def test_language_model_trains_as_with_sdpa(lab, device):
     with lab.guarded("training", engine_calls=steps):
         got = model.fit(text, steps, batch)
     assert len(got) == steps
-    assert plain[-1] < plain[0] < 6.5, "the test's own model must learn"
+    assert here.interpret or plain[-1] < 0.8 * plain[0], "the test's own model must learn"
     slack = 1e-5 if here.interpret else 2e-2  # TF32 in the kernels on a GPU
     for n, (a, b, p) in enumerate(zip(got, want, plain, strict=True)):
         budget = 2 * abs(p - b) + slack * (n + 1)
