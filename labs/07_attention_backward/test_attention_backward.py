@@ -146,7 +146,8 @@ def check_compiles(lab, request, launcher):
     """For every card: tiles of 64 x 64 must fit, those of 32 x 32 must not even spill."""
     cached = hasattr(request.config, "cache")  # not with pytest -p no:cacheprovider
     xray.check(request.path, lab.file, launcher, cached, block_m=32, block_n=32)
-    xray.check(request.path, lab.file, launcher, cached, may_spill=True)
+    if launcher != "attention_delta":  # which has tiles of its own
+        xray.check(request.path, lab.file, launcher, cached, may_spill=True)
 
 
 # ---------------------------------------------------------------- step 1
