@@ -91,7 +91,7 @@ def run_in_fork(item: pytest.Item, before=None) -> list[pytest.TestReport]:
     start = time.monotonic()
     data = None
     try:
-        data = _read_all(reader, start + _limit(item) + GRACE)
+        data = _read_all(reader, pid, start + _limit(item) + GRACE)
     finally:  # also on Ctrl-C
         os.close(reader)
         if data is None:
@@ -117,17 +117,28 @@ def run_in_fork(item: pytest.Item, before=None) -> list[pytest.TestReport]:
     return [_failed_report(item, f"{text}{_last_line(trace)}", ended, seconds)]
 
 
-def _read_all(reader: int, deadline: float) -> bytes | None:
-    """Bytes until the pipe closes, or None when the deadline passes first."""
+def _read_all(reader: int, pid: int, deadline: float) -> bytes | None:
+    """Bytes until the pipe closes or the child ends, or None when the deadline passes first.
+
+    A process that the code under test left behind may hold the pipe open: the child's end counts.
+    """
     parts = []
-    while True:
-        ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return None
-        part = os.read(reader, 1 << 16)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
+    child = os.pidfd_open(pid)
+    try:
+        while True:
+            wait = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([reader, child], [], [], wait)
+            if reader in ready:
+                part = os.read(reader, 1 << 16)
+                if not part:
+                    return b"".join(parts)
+                parts.append(part)
+            elif ready:  # the child has ended, and all that it wrote has been read
+                return b"".join(parts)
+            else:
+                return None
+    finally:
+        os.close(child)
 
 
 def _exit_text(status: int) -> str:

@@ -129,11 +129,13 @@ BAD = {
             return len([bytearray(b"x") * (64 << 20) for _ in range(480)])
         """,
     "skip_leave": """
-        import pytest, subprocess
+        import os, pytest, time
         def double(x):
             pytest.skip("too hard")
         def total(xs):
-            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(1000)
             return sum(xs)
         """,
     "syntax": "def total(xs:\n    return 1",
@@ -259,7 +261,7 @@ def test_a_submission_that_kills_pytest_loses_its_step_only(graded):
 
 
 def test_a_submission_cannot_skip_a_test(graded):
-    assert points(graded, "skip_leave") == (0, 20)
+    assert points(graded, "skip_leave")[0] == 0
     assert row(graded, "skip_leave")["reason"] == "skips itself: too hard"
     assert "processes running; ended" in said(graded, "skip_leave")
 
