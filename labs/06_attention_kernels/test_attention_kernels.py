@@ -13,7 +13,8 @@ import weakref
 import pytest
 import torch
 
-from labs._harness import compiler, memory, oracle, runtime, xray
+from labs._harness import memory, oracle, runtime, xray
+from labs._harness.cases import interpreter_only, kernel_dtypes, needs_compiler, needs_triton
 
 STEPS = {
     1: "online_softmax_stats",
@@ -36,27 +37,6 @@ F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat1
 INF = math.inf
 
 here = runtime.setup()
-needs_triton = pytest.mark.skipif(not here.has_triton, reason="Triton is not installed")
-interpreter_only = pytest.mark.skipif(
-    not here.interpret, reason="counted in Triton's CPU interpreter (TRITON_INTERPRET=1)"
-)
-kernel_dtypes = pytest.mark.parametrize(
-    "dtype",
-    [
-        F32,
-        F16,
-        pytest.param(
-            BF16,
-            marks=pytest.mark.skipif(
-                here.interpret, reason="the interpreter computes bfloat16 as raw integer bits"
-            ),
-        ),
-    ],
-    ids=str,
-)
-needs_compiler = pytest.mark.skipif(
-    compiler.unavailable() is not None, reason=str(compiler.unavailable())
-)
 torch_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=str)
 causal_or_full = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from labs._harness import compiler, interpreter, memory, oracle, runtime, work, xray
+from labs._harness import interpreter, memory, oracle, runtime, work, xray
+from labs._harness.cases import interpreter_only, kernel_dtypes, needs_compiler, needs_triton
 from labs._impl import LABS
 
 STEPS = {
@@ -34,27 +35,6 @@ F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat1
 INF = math.inf
 
 here = runtime.setup()
-needs_triton = pytest.mark.skipif(not here.has_triton, reason="Triton is not installed")
-interpreter_only = pytest.mark.skipif(
-    not here.interpret, reason="counted in Triton's CPU interpreter (TRITON_INTERPRET=1)"
-)
-needs_compiler = pytest.mark.skipif(
-    compiler.unavailable() is not None, reason=str(compiler.unavailable())
-)
-kernel_dtypes = pytest.mark.parametrize(
-    "dtype",
-    [
-        F32,
-        F16,
-        pytest.param(
-            BF16,
-            marks=pytest.mark.skipif(
-                here.interpret, reason="the interpreter computes bfloat16 as raw integer bits"
-            ),
-        ),
-    ],
-    ids=str,
-)
 causal_or_full = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 odd_tiles = pytest.mark.parametrize(
     ("T", "block_m", "block_n"),
