@@ -25,6 +25,13 @@ def pytest_addoption(parser):
         "--seed", type=int, default=0, help="seed of the tests' random inputs (default 0)"
     )
     group.addoption(
+        "--forks",
+        type=int,
+        default=isolate.cores(),
+        metavar="N",
+        help="tests of the labs that run at a time, each in its own process (default: the cores)",
+    )
+    group.addoption(
         "--expect-unsolved",
         action="store_true",
         help="pass only if every step of every stub fails as not written (for authors)",

@@ -10,6 +10,8 @@ A lab's bench.py says what is compared. It defines
     timed(module, options, gpu) -> list[Sweep]      what to time on a GPU
     counted(module, options) -> list[Sweep]         what to count without one
     check(module, options, gpu) -> list[Check]      what --check wants (optional)
+    closing(module, options, report, rows, folder) -> (text, files)
+                                                    what the lab adds to the report (optional)
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import contextlib
 import csv
 import datetime
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -97,6 +100,8 @@ class Sweep:
         ceiling: which measured bound the percentage is of, "matmul" or "copy".
         tune: configurations to try per size; the fastest right one runs as `tuned`.
         cost: names of the providers in the picture of latency and memory; empty: no such picture.
+        exact: whether a count of bytes that is not its formula is WRONG: where the formula is the
+            lab's own code.
     """
 
     name: str
@@ -112,6 +117,7 @@ class Sweep:
     tune: list[Provider] = field(default_factory=list)
     tuned: str = ""
     cost: tuple[str, ...] = ()
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -473,15 +479,20 @@ def count_size(sweep: Sweep, size: int, rows: list[Row], say) -> None:
     inputs = sweep.inputs(size)
     for provider in sweep.providers:
         row = _new_row(sweep, size, provider)
-        row.moved_formula = provider.moved(size) if provider.moved else None
-        row.peak_formula = provider.peak(size) if provider.peak else None
         missing = _cannot_run(provider, counting=True)
-        if missing:
-            row.status, row.reason = "n/a", missing
-        else:
-            _attempt(row, provider, lambda p=provider, r=row: _count(r, p, sweep, inputs), None)
+        # A formula may be the lab's own code, and not written yet.
+        if _attempt(row, provider, lambda p=provider, r=row: _formulas(r, p, size), None):
+            if missing:
+                row.status, row.reason = "n/a", missing
+            else:
+                _attempt(row, provider, lambda p=provider, r=row: _count(r, p, sweep, inputs), None)
         say(_progress(row, sweep))
         rows.append(row)
+
+
+def _formulas(row: Row, provider: Provider, size: int) -> None:
+    row.moved_formula = provider.moved(size) if provider.moved else None
+    row.peak_formula = provider.peak(size) if provider.peak else None
 
 
 def _count(row: Row, provider: Provider, sweep: Sweep, inputs) -> None:
@@ -491,6 +502,9 @@ def _count(row: Row, provider: Provider, sweep: Sweep, inputs) -> None:
     row.moved = kernel_work.bytes_moved if provider.kernel else torch_work.moved
     row.peak = torch_work.peak
     _judge(row, provider, sweep, inputs, output)
+    if sweep.exact and row.status == "ok" and row.moved != row.moved_formula:
+        row.status = "WRONG"
+        row.reason = f"counted {row.moved:,} bytes, the formula says {row.moved_formula:,}"
 
 
 # ---------------------------------------------------------------- tables
@@ -702,6 +716,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block-n", type=_positive, default=64, help="key rows of a tile (default 64)")
     add("--num-warps", type=_positive, default=4, help="warps of a program (default 4)")
     add("--num-stages", type=_positive, help="key tiles in flight (default: the lab's own)")
+    add("--card", metavar="NAME", help="lab 03 without a GPU: the card to predict for")
     add("--tune", action="store_true", help="try tile sizes and report the best per length (GPU)")
     add("--out", type=Path, help="folder for results (default runs/bench-NN-IMPL-TIME)")
 
@@ -754,10 +769,11 @@ def run(args: argparse.Namespace, gpu: Gpu | None = None) -> int:
         "sweeps": {s.name: s.title for s in sweeps},
     }
     report["where"] = report["machine"].get("card", "counted on the CPU")
-    return _measure(sweeps, report, args, gpu)
+    closing = getattr(bench, "closing", None)
+    return _measure(sweeps, report, args, gpu, closing and functools.partial(closing, module, args))
 
 
-def _measure(sweeps: list[Sweep], report: dict, args, gpu: Gpu | None) -> int:
+def _measure(sweeps: list[Sweep], report: dict, args, gpu: Gpu | None, closing=None) -> int:
     """Runs the sweeps and reports; Ctrl-C and a lost context keep what is done so far."""
     rows: list[Row] = []
     stopped = None
@@ -776,10 +792,22 @@ def _measure(sweeps: list[Sweep], report: dict, args, gpu: Gpu | None) -> int:
     name = f"bench-{report['lab'][:2]}-{Path(report['impl']).stem}-{stamp}"
     folder = args.out or ROOT / "runs" / name
     files = write(folder, report, rows) + pictures(folder, sweeps, rows, report)
-    _print_report(sweeps, rows, report, files)
+    text, more, closed = _closing(closing, report, rows, folder)
+    _print_report(sweeps, rows, report, text, files + more)
     if stopped:
         return 130 if stopped.startswith("stopped") else 1
-    return exit_code(rows)
+    return exit_code(rows) if closed else 1
+
+
+def _closing(closing, report, rows, folder) -> tuple[str, list[Path], bool]:
+    """What the lab adds to the report: text, files, and whether its code for that ran."""
+    if closing is None:
+        return "", [], True
+    try:
+        return *closing(report, rows, folder), True
+    except Exception as error:  # the lab's own code draws here
+        first = (str(error).strip().split("\n") or [""])[0]
+        return unwritten(error) or f"failed: {type(error).__name__}: {first}", [], False
 
 
 def _run_sweeps(sweeps: Iterable[Sweep], report: dict, gpu: Gpu | None, rows: list[Row]) -> None:
@@ -801,7 +829,7 @@ def _progress_line(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-def _print_report(sweeps, rows, report, files) -> None:
+def _print_report(sweeps, rows, report, text, files) -> None:
     print(f"{report['lab']}, {report['impl']}: {report['versions']['kernels_run_on']}")
     for rate, unit, how in report.get("ceilings", {}).values():
         print(f"measured bound: {rate:.4g} {unit} ({how})")
@@ -818,6 +846,8 @@ def _print_report(sweeps, rows, report, files) -> None:
     print()
     for line in remarks(rows):
         print(textwrap.fill(line, 100, subsequent_indent="  "))
+    if text and text not in remarks(rows):
+        print(text)
     if report["partial"]:
         print(f"partial: {report['partial']}")
     for file in files:

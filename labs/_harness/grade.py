@@ -203,6 +203,7 @@ class Job:
         command = [sys.executable, "-m", "pytest", f"labs/{self.options.lab}", "-q"]
         command += [f"--impl={under_test}", f"--seed={self.options.seed}", "--show-capture=no"]
         command += ["-p", "no:cacheprovider", "-p", "labs._harness.results"]
+        command += ["--forks=1"]  # the limits on memory and processes are for one test at a time
         command += [f"--step={number}" for number in wanted]
         env = sandbox.environment(self.room / "home", self.room / "tmp")
         env["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", "1")

@@ -34,10 +34,10 @@ class _Watch(work.TorchWork):
         self.findings: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._overloadpacket._qualified_op_name
+        name = work.operation(func).name
         if "attention" in name:
             self.findings.append(f"calls PyTorch's own attention ({name}): write it yourself")
-        if any(word in name for word in ("softmax", "logsumexp")) and self.row_limit is not None:
+        if self.row_limit is not None and ("softmax" in name or "logsumexp" in name):
             length = _reduced_length(args)
             if length > self.row_limit:
                 self.findings.append(
@@ -56,7 +56,7 @@ def poisoned():
 
 
 _UNINITIALISED = {
-    f"aten::{name}"
+    f"aten.{name}"
     for name in (
         "empty",
         "empty_like",

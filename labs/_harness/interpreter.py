@@ -27,12 +27,14 @@ class Launch:
         tensors: its tensor arguments by parameter name.
         grid: programs along each axis.
         program: (x, y, z) of the program that runs now.
+        patched: modules, by their globals, in which Triton has put its interpreter in place.
     """
 
     kernel: str
     tensors: dict[str, torch.Tensor]
     grid: tuple[int, int, int]
     program: tuple[int, int, int] = (0, 0, 0)
+    patched: set[int] = field(default_factory=set)
 
     @property
     def programs(self) -> int:
@@ -173,6 +175,19 @@ def _patched():
     builder = ti.interpreter_builder
     memory, call, dot = ti._interpreter, ti.GridExecutor.__call__, builder.create_dot
     masked_load = builder.create_masked_load
+    patch = getattr(ti, "_patch_lang", None)
+
+    def patch_once(fn):
+        """Each call of a @jit function in a kernel does again what one for its module has done.
+
+        Skipping that saves a quarter of the time.
+        """
+        module = id(fn.__globals__)
+        if _state.launch is None or module not in _state.launch.patched:
+            scope = patch(fn)
+            if _state.launch is not None:
+                _state.launch.patched.add(module)
+            return scope
 
     def watched_call(executor, *args, **kwargs):
         named = {**dict(zip(executor.arg_names, args, strict=False)), **kwargs}
@@ -203,8 +218,12 @@ def _patched():
 
     ti._interpreter, ti.GridExecutor.__call__ = _WatchedMemory(memory), watched_call
     builder.create_dot, builder.create_masked_load = watched_dot, poisoned_load
+    if patch:
+        ti._patch_lang = patch_once
     try:
         yield
     finally:
         ti._interpreter, ti.GridExecutor.__call__ = memory, call
         del builder.create_dot, builder.create_masked_load
+        if patch:
+            ti._patch_lang = patch

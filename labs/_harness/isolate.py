@@ -8,6 +8,8 @@ with -s or --pdb, tests run in pytest's own process.
 from __future__ import annotations
 
 import faulthandler
+import gc
+import importlib
 import json
 import os
 import re
@@ -26,6 +28,9 @@ from _pytest.runner import runtestprotocol
 LIMIT = 10.0  # seconds for the body of one test; pytest-timeout interrupts it and shows where it is
 GRACE = 5.0  # seconds more until the process is killed
 LIMIT_IN_PROCESS = 120.0  # on a GPU the first launch of each configuration compiles
+# Imported by autograd when it is given gradients, in half a second. After the first fork that
+# needed it pytest's own process imports it, too, so that later forks have it.
+SLOW_IMPORT = "torch.fx.experimental.symbolic_shapes"
 
 
 def enabled(config: pytest.Config) -> bool:
@@ -41,104 +46,113 @@ def enabled(config: pytest.Config) -> bool:
     )
 
 
+def cores() -> int:
+    """Processor cores that this process may use; 8 at most, for the memory of as many tests."""
+    given = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count() or 1))
+    return min(len(given(0)), 8)
+
+
 def describe(config: pytest.Config) -> str:
     if enabled(config):
-        return f"each test in its own process, {LIMIT:.0f} s at most"
+        at_once = 1 if hasattr(config, "workerinput") else config.getoption("forks")
+        return f"each test in its own process, {at_once} at a time, {LIMIT:.0f} s at most"
     return f"in this process, {LIMIT_IN_PROCESS:.0f} s a test at most (a crash ends the run)"
 
 
-def run_in_fork(item: pytest.Item, before=None) -> list[pytest.TestReport]:
-    """Runs one test in a fork and gives its reports.
+class Fork:
+    """One test on its way in a fork of pytest: started here, its reports taken by `reports`."""
 
-    Args:
-        item: the collected test.
-        before: called in the child before the test, for instance to choose an implementation.
+    def __init__(self, item: pytest.Item, before=None):
+        """Starts the test.
 
-    Returns:
-        The reports of set-up, call and tear-down, or a single failed one after a crash or a
-        time-out; its user property "ended" is then ("ended", "crash" | "time-out").
-    """
-    reader, writer = os.pipe()
-    trace = tempfile.TemporaryFile(mode="w+")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside pytest-xdist's threads
-        pid = os.fork()
-    if pid == 0:
+        Args:
+            item: the collected test.
+            before: called in the child before the test, for instance to choose an implementation.
+        """
+        self.item = item
+        self.start = time.monotonic()
+        self.written, self.trace = tempfile.TemporaryFile(), tempfile.TemporaryFile(mode="w+")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # the child's collector then leaves this process's pages alone
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # fork beside pytest-xdist's threads
+            self.pid = os.fork()
+        if self.pid == 0:
+            self._run(before)
+        self.child = os.pidfd_open(self.pid)
+
+    def _run(self, before) -> None:
         status = 1
         try:
-            os.close(reader)
             os.setsid()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            faulthandler.enable(file=trace)
-            faulthandler.dump_traceback_later(_limit(item) + GRACE - 0.5, file=trace)
+            faulthandler.enable(file=self.trace)
+            faulthandler.dump_traceback_later(_limit(self.item) + GRACE - 0.5, file=self.trace)
             torch.set_num_threads(1)  # a fork after threaded torch work hangs without this
             if before is not None:
                 before()
-            reports = runtestprotocol(item, log=False, nextitem=None)
-            hook = item.config.hook
+            reports = runtestprotocol(self.item, log=False, nextitem=None)
+            config = self.item.config
             data = [
-                hook.pytest_report_to_serializable(config=item.config, report=report)
+                config.hook.pytest_report_to_serializable(config=config, report=report)
                 for report in reports
             ]
-            with os.fdopen(writer, "w") as pipe:
-                json.dump(data, pipe, default=str)
+            text = json.dumps([data, SLOW_IMPORT in sys.modules], default=str)
+            self.written.write(text.encode())
+            self.written.flush()
             status = 0
         finally:
             os._exit(status)  # no atexit handlers, no flush of pytest's own buffers
-    os.close(writer)
-    start = time.monotonic()
-    data = None
-    try:
-        data = _read_all(reader, pid, start + _limit(item) + GRACE)
-    finally:  # also on Ctrl-C
-        os.close(reader)
-        if data is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-    seconds = time.monotonic() - start
-    if data:
-        hook = item.config.hook
-        with suppress(Exception):  # the code under test wrote into the pipe: no report then
+
+    def reports(self) -> list[pytest.TestReport]:
+        """Waits for the test's end.
+
+        Returns:
+            The reports of set-up, call and tear-down, or a single failed one after a crash or a
+            time-out; its user property "ended" is then ("ended", "crash" | "time-out").
+        """
+        limit = _limit(self.item) + GRACE
+        ended = []
+        try:
+            wait = max(0.0, self.start + limit - time.monotonic())
+            ended, _, _ = select.select([self.child], [], [], wait)
+        finally:  # also on Ctrl-C
+            status = self.kill()
+        seconds = time.monotonic() - self.start
+        config = self.item.config
+        with suppress(Exception):  # nothing written, or the code under test wrote there, too
+            self.written.seek(0)
+            entries, slow_import = json.loads(self.written.read())
             reports = [
-                hook.pytest_report_from_serializable(config=item.config, data=entry)
-                for entry in json.loads(data)
+                config.hook.pytest_report_from_serializable(config=config, data=entry)
+                for entry in entries
             ]
+            if slow_import:
+                importlib.import_module(SLOW_IMPORT)
             for report in reports:
                 if isinstance(report.longrepr, list):  # JSON has no tuples; -rs wants one
                     report.longrepr = tuple(report.longrepr)
             return reports
-    if data is None:
-        ended, text = "time-out", f"still running after {_limit(item) + GRACE:.0f} s; stopped"
-    else:
-        ended, text = "crash", _exit_text(status)
-    return [_failed_report(item, f"{text}{_last_line(trace)}", ended, seconds)]
+        if not ended:
+            how, text = "time-out", f"still running after {limit:.0f} s; stopped"
+        else:
+            how, text = "crash", _exit_text(status)
+        return [_failed_report(self.item, f"{text}{_last_line(self.trace)}", how, seconds)]
+
+    def kill(self) -> int:
+        """Ends the test's process and what it left behind; gives its exit status."""
+        os.close(self.child)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        return os.waitpid(self.pid, 0)[1]
 
 
-def _read_all(reader: int, pid: int, deadline: float) -> bytes | None:
-    """Bytes until the pipe closes or the child ends, or None when the deadline passes first.
-
-    A process that the code under test left behind may hold the pipe open: the child's end counts.
-    """
-    parts = []
-    child = os.pidfd_open(pid)
-    try:
-        while True:
-            wait = max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([reader, child], [], [], wait)
-            if reader in ready:
-                part = os.read(reader, 1 << 16)
-                if not part:
-                    return b"".join(parts)
-                parts.append(part)
-            elif ready:  # the child has ended, and all that it wrote has been read
-                return b"".join(parts)
-            else:
-                return None
-    finally:
-        os.close(child)
+def run_in_fork(item: pytest.Item, before=None) -> list[pytest.TestReport]:
+    """Runs one test in a fork and gives its reports, see Fork."""
+    return Fork(item, before).reports()
 
 
 def _exit_text(status: int) -> str:
@@ -178,14 +192,17 @@ def _failed_report(item, text, ended, seconds=0.0) -> pytest.TestReport:
 class Isolation:
     """The pytest plugin: forks for tests that carry a step, and stops a step that hung or crashed.
 
-    After a hang or a crash the step's remaining tests fail at once with that reason: one endless
-    loop costs one time limit, not fifty.
+    As many tests run at a time as there are cores; their reports come in order all the same. After
+    a hang or a crash the step's remaining tests fail at once with that reason: one endless loop
+    costs one time limit, not fifty.
     """
 
     def __init__(self, config: pytest.Config):
         self.config = config
         self.enabled = enabled(config)
         self.ended: dict[tuple, str] = {}  # step -> why its remaining tests do not run
+        self.forks: dict[str, Fork] = {}  # tests under way, by node id
+        self.waiting: list[pytest.Item] = []  # tests to fork for that have not begun, last first
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
@@ -201,16 +218,30 @@ class Isolation:
         if isinstance(error, pytest.fail.Exception) and str(error).startswith("Timeout (>"):
             outcome.get_result().user_properties.append(("ended", "time-out"))
 
+    def pytest_runtestloop(self, session):
+        if self.enabled and not hasattr(self.config, "workerinput"):  # under xdist one at a time
+            self.waiting = [item for item in session.items if _step(item)][::-1]
+
+    def _begin(self, item) -> Fork:
+        """The test's fork; others that come after it begin, too, while there are cores."""
+        while self.waiting and len(self.forks) < self.config.getoption("forks"):
+            ahead = self.waiting.pop()
+            if _step(ahead) not in self.ended:
+                self.forks[ahead.nodeid] = Fork(ahead)
+        return self.forks.pop(item.nodeid, None) or Fork(item)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
-        if not self.enabled or not item.get_closest_marker("step"):
+        step = _step(item)
+        if not self.enabled or not step:
             return None
-        step = (str(item.path), item.get_closest_marker("step").args[0])
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         if step in self.ended:
             reports = [_failed_report(item, f"not run: {self.ended[step]}", "not run")]
+            if item.nodeid in self.forks:
+                self.forks.pop(item.nodeid).kill()
         else:
-            reports = run_in_fork(item)
+            reports = self._begin(item).reports()
             for report in reports:
                 how = dict(report.user_properties).get("ended")
                 if how:
@@ -220,6 +251,16 @@ class Isolation:
         item.session._setupstate.teardown_exact(nextitem)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
+
+    def pytest_sessionfinish(self):
+        while self.forks:  # after Ctrl-C, or with -x
+            self.forks.popitem()[1].kill()
+
+
+def _step(item) -> tuple | None:
+    """(file, number) of the step that a test belongs to."""
+    marker = item.get_closest_marker("step")
+    return (str(item.path), marker.args[0]) if marker else None
 
 
 _HOW = {"time-out": "ran out of time", "crash": "crashed"}

@@ -242,6 +242,33 @@ def softmax(x: torch.Tensor) -> Expected:
     return Expected("softmax", want, float(2 * error + 4 * eps(x.dtype) * terms), x.dtype, "RC")
 
 
+def matmul(a, b, kernel=False, tiles=None) -> Expected:
+    """Product of two matrices, accumulated in float32 at least, rounded once.
+
+    Args:
+        a: (M, K) floating point.
+        b: (K, N), dtype and device of a.
+        kernel: whether a Triton kernel computes it, which may use TF32 for float32 on a GPU.
+        tiles: (block_m, block_n), for messages.
+
+    Returns:
+        Expected c (M, N) in the dtype of a.
+    """
+    want = a.double() @ b.double()
+    plain, operand_eps, rounded = _precision(a, kernel)
+    base = (rounded(a.to(plain)) @ rounded(b.to(plain))).to(a.dtype)
+    # Where the result is not finite there is nothing to allow: it must be the same.
+    error = torch.where(want.isfinite(), (base.double() - want).abs(), 0.0).max()
+    largest = torch.where(want.isfinite(), want.abs(), 0.0).max()
+    finite = (torch.where(x.isfinite(), x.double().abs(), 0.0) for x in (a, b))
+    terms = float(torch.matmul(*finite).max())
+    # A tensor core may cut off, not round, the running sum: once for each 16 terms.
+    sums = 4 * operand_eps + a.shape[1] / 16 * eps(plain)
+    budget = 2 * error + eps(a.dtype) * largest + sums * terms
+    tiles = dict(zip("MN", tiles, strict=True)) if tiles else {}
+    return Expected("c", want, float(budget), a.dtype, "MN", tiles)
+
+
 @dataclass(frozen=True)
 class _Problem:
     """Scores' scale, and which key each query sees: (T, S), or (B, 1, T, S); None for all."""

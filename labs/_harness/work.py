@@ -7,14 +7,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from labs._harness import interpreter
@@ -106,7 +107,7 @@ class TorchWork(TorchDispatchMode):
         self.peak = 0
         self.moved = 0
         self.calls: Counter = Counter()
-        self._seen: set[int] = set()
+        self._alive: dict[int, weakref.ref] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -114,28 +115,29 @@ class TorchWork(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        facts = operation(func)
+        self.calls[facts.name] += 1
+        if facts.view:
+            return func(*args, **kwargs)
+        inputs = _tensors((*args, *kwargs.values()), [])
         known = {_storage_key(t) for t in inputs}
         result = func(*args, **kwargs)
-        packet = func._overloadpacket
-        self.calls[str(packet)] += 1
-        if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
-        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        self.moved += _bytes_moved(func, inputs, outputs, known)
-        for t in outputs:
-            # set_ gives a tensor memory that exists already; Triton's interpreter does so.
-            if _storage_key(t) not in known and packet.__name__ != "set_":
+        if facts.flops:
+            self.flops += facts.flops(*args, **kwargs, out_val=result)
+        outputs = _tensors((result,), [])
+        made = [t for t in outputs if _storage_key(t) not in known]
+        self.moved += facts.bytes_moved(inputs, made)
+        if facts.name != "aten.set_":  # it gives a tensor memory that exists already, as the
+            for t in made:  # interpreter of Triton does
                 self._made(t)
         return result
 
     def _made(self, t):
         storage = t.untyped_storage()
         key = storage._cdata
-        if key in self._seen:
+        if key in self._alive:
             return
         size = storage.nbytes()
-        self._seen.add(key)
         self.allocated += size
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -146,33 +148,74 @@ class TorchWork(TorchDispatchMode):
             self.most_text = (
                 f"a tensor of {self.most_elements:,} elements, {t.dtype} {tuple(t.shape)}"
             )
-        weakref.finalize(storage, self._freed, key, size)
+        self._alive[key] = weakref.ref(storage, lambda _: self._freed(key, size))
 
     def _freed(self, key, size):
-        self._seen.discard(key)
+        del self._alive[key]
         self.live -= size
 
 
-def _bytes_moved(func, inputs, outputs, known) -> int:
-    """Bytes that one operation reads and writes; `known` holds the storages of its inputs."""
-    name = func._overloadpacket.__name__
-    if func.is_view or "empty" in name or name == "set_":
-        return 0
-    if func._schema.is_mutable:
-        written = inputs[:1]
-    else:
-        written = [t for t in outputs if _storage_key(t) not in known]
-    if not written:  # _unsafe_view and its like: the output is an input
-        return 0
-    if name.endswith("_like") or name.startswith("new_"):
-        read = []
-    else:
-        read = inputs[1:] if name in _OVERWRITE else inputs
-    return sum(map(_nbytes, read)) + sum(map(_nbytes, written))
+@dataclass(frozen=True)
+class Operation:
+    """What counting needs to know of a PyTorch operation.
+
+    Attributes:
+        name: such as "aten.mm".
+        view: whether it makes a view and so moves nothing.
+        flops: formula of torch.utils.flop_counter, or None.
+        reads: which of its tensor inputs it reads, as a slice.
+        writes_input: whether it writes its first input rather than a new tensor.
+        idle: whether it moves nothing: uninitialised memory.
+    """
+
+    name: str
+    view: bool
+    flops: Callable | None
+    reads: slice
+    writes_input: bool
+    idle: bool
+
+    def bytes_moved(self, inputs, made) -> int:
+        """Bytes that one call reads and writes; `made` are its outputs that are not inputs."""
+        if self.idle:
+            return 0
+        written = inputs[:1] if self.writes_input else made
+        if not written:  # _unsafe_view and its like: the output is an input
+            return 0
+        return sum(map(_nbytes, inputs[self.reads])) + sum(map(_nbytes, written))
 
 
 # In-place operations that do not read what they overwrite.
 _OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
+
+
+@functools.cache
+def operation(func: torch._ops.OpOverload) -> Operation:
+    """The facts of an operation as PyTorch's dispatcher names it."""
+    packet = func._overloadpacket
+    name = packet.__name__
+    if name.endswith("_like") or name.startswith("new_"):
+        reads = slice(0)
+    else:
+        reads = slice(1 if name in _OVERWRITE else 0, None)
+    return Operation(
+        name=str(packet),
+        view=func.is_view,
+        flops=flop_registry.get(packet),
+        reads=reads,
+        writes_input=func._schema.is_mutable,
+        idle="empty" in name or name == "set_",
+    )
+
+
+def _tensors(values, found: list) -> list[torch.Tensor]:
+    """Appends the tensors among `values`, those in lists and tuples included, to `found`."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _tensors(value, found)
+    return found
 
 
 def _storage_key(t: torch.Tensor) -> int:

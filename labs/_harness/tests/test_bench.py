@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import importlib
 import json
 import types
 import warnings
@@ -328,6 +329,53 @@ def test_tables_end_at_100_columns():
     assert max(map(len, text.split("\n"))) == 100
 
 
+# ---------------------------------------------------------------- what a lab adds
+def counted(made):
+    rows = []
+    bench.count_size(made, 8, rows, lambda text: None)
+    return rows[0]
+
+
+def test_a_formula_that_is_not_written_is_one_line():
+    def formula(n):
+        raise NotImplementedError("lab 03 step 2: write attention_bytes")
+
+    row = counted(sweep(bench.Provider("mine", doubled, yours=True, moved=formula)))
+    assert (row.status, row.moved) == ("unwritten", None)
+    assert bench.remarks([row]) == ["lab 03 step 2: write attention_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("exact", "formula", "status"), [(True, 64, "ok"), (True, 65, "WRONG"), (False, 65, "ok")]
+)
+def test_a_count_that_is_not_its_formula_is_wrong_where_that_is_the_lab(exact, formula, status):
+    made = sweep(bench.Provider("mine", doubled, yours=True, moved=lambda n: formula), exact=exact)
+    row = counted(made)
+    assert row.status == status
+    assert row.reason == ("counted 64 bytes, the formula says 65" if status == "WRONG" else "")
+
+
+def unwritten_picture(*args):
+    raise NotImplementedError("lab 03 step 5: write roofline_plot")
+
+
+@pytest.mark.parametrize(
+    ("closing", "code", "said"),
+    [
+        (lambda module, options, report, rows, folder: ("in closing", [folder / "x"]), 0, "x\n"),
+        (unwritten_picture, 1, "\nlab 03 step 5: write roofline_plot\n"),
+        (lambda *args: 1 / 0, 1, "\nfailed: ZeroDivisionError: division by zero\n"),
+    ],
+    ids=["adds", "unwritten", "crashes"],
+)
+def test_closing(monkeypatch, tmp_path, capsys, closing, code, said):
+    made = sweep(bench.Provider("mine", doubled, yours=True))
+    lab = types.SimpleNamespace(timed=lambda *a: [made], closing=closing)
+    monkeypatch.setattr(bench, "lab_bench", lambda folder: lab)
+    assert bench.run(parse("06", "--impl", "solution", "--out", tmp_path), FakeGpu()) == code
+    assert said in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------- lab 06
 lab06 = bench.lab_bench(find_lab("06"))
 
@@ -424,3 +472,64 @@ def test_without_triton_the_pytorch_parts_are_counted(monkeypatch):
     assert [r.status for r in rows] == ["ok", "ok", "n/a"]
     assert bench.exit_code(rows) == 0
     assert "Triton is not installed" in bench.remarks(rows)[0]
+
+
+# ---------------------------------------------------------------- lab 03
+lab03 = bench.lab_bench(find_lab("03"))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("e", [2, 4])
+def test_lab_03_and_lab_06_have_the_same_formulas(causal, e):
+    module = load("03", "solution")
+    for B, H, T, D in ((1, 1, 1, 16), (2, 3, 37, 24), (1, 8, 1024, 64), (8, 16, 2048, 64)):
+        sizes = dict(heads=B * H, D=D, e=e, causal=causal)
+        assert module.attention_flops(B, H, T, D, causal) == lab06.flops(B, H, T, D, causal)
+        naive = module.naive_attention_bytes(B, H, T, D, causal, e)
+        assert naive == lab06.naive_bytes(T, **sizes)
+        for m, n in ((16, 16), (16, 64), (64, 32), (128, 128)):
+            flash = module.flash_attention_bytes(B, H, T, D, causal, e, m, n)
+            assert flash == lab06.kernel_bytes(T, **sizes, block_m=m, block_n=n)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("mask", ["--causal", "--full"])
+def test_bench_03_counts_what_the_formulas_say(tmp_path, capsys, mask):
+    argv = ["03", "--impl", "solution", mask, "--lengths", "37,64", "--block-m", 32, "--card", "T4"]
+    assert bench.run(parse(*argv, "--out", tmp_path)) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [r["status"] for r in rows] == ["ok"] * 6
+    assert [r["moved"] for r in rows] == [r["moved_formula"] for r in rows]
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "Predicted, not measured: T4" in out
+    assert max(map(len, out.split("\n")[:-6])) <= 100
+
+
+@needs_interpreter
+def test_bench_03_on_a_fake_card_measures_both_numbers(tmp_path, capsys):
+    argv = "03 --impl solution --dtype float32 --batch 1 --heads 2 --lengths 16,64".split()
+    gpu = FakeGpu(memory=8 << 20)
+    assert bench.run(parse(*argv, "--out", tmp_path), gpu) == 0
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "Your card: " in out
+    assert "Predicted" not in out
+    for name in (lab03.NAIVE, lab03.ASKED, lab03.IDEAL, lab03.SOFTMAX):
+        assert name in out
+
+
+def test_bench_03_knows_its_cards():
+    with pytest.raises(LoadError, match=r"RTX 5060; .*T4"):
+        bench.run(parse("03", "--impl", "solution", "--card", "GTX 970"))
+
+
+def test_measure_prints_a_line_for_the_table_of_cards():
+    measure = importlib.import_module("labs.03_roofline.measure")
+    text = measure.measure(FakeGpu())
+    module = load("03", "solution")
+    card = eval(text.strip().split("\n")[-1].rstrip(","), {"Card": module.Card})
+    peak, bandwidth = (rate for rate, _, _ in bench.ceilings(FakeGpu()).values())
+    assert card.measured
+    assert card.peak_flops == pytest.approx(peak * 1e12, rel=1e-3)
+    assert card.bandwidth == pytest.approx(bandwidth * 1e12, rel=1e-3)

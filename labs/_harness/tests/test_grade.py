@@ -64,7 +64,7 @@ def test_double(lab, x):
 
 
 @pytest.mark.step(2)
-@pytest.mark.timeout(2)
+@pytest.mark.timeout(5)
 @pytest.mark.parametrize("n", [0, 3, 4, 5])
 def test_total(lab, n):
     assert lab.total(range(n)) == n * (n - 1) // 2
@@ -122,11 +122,12 @@ BAD = {
             ctypes.CDLL(None).kill(os.getppid(), 9)
         """,
     "segfault_memory": """
-        import ctypes
+        import ctypes, time
         def double(x):
             ctypes.string_at(0)
         def total(xs):
-            return len([bytearray(b"x") * (64 << 20) for _ in range(480)])
+            held = [bytearray(b"x") * (64 << 20) for _ in range(20)]
+            time.sleep(1000)
         """,
     "skip_leave": """
         import os, pytest, time
@@ -219,7 +220,7 @@ def test_points_are_the_share_of_tests_that_a_stub_fails(graded):
 
 def test_a_guard_finding_is_reported_once(graded):
     (finding,) = row(graded, "bug_cheat")["guard"]
-    assert "aten::_softmax" in finding
+    assert "aten._softmax" in finding
     assert finding.endswith("(test_double[1.0] and 1 more)")
     assert row(graded, "bug_cheat")["first_failure"] == "test_double[1.0]"
     wrong = row(graded, "bug_cheat")["failures"][-1]
@@ -403,7 +404,8 @@ def test_sandbox_limits_memory_and_processes(tmp_path):
     code = "xs = [bytearray(b'x') * (16 << 20) for _ in range(1000)]"
     assert contained(code, tmp_path, memory=200 << 20).killed == "memory"
     code = "import os, time\nfor _ in range(300):\n    if os.fork() == 0: time.sleep(100)\n"
-    assert contained(code + "time.sleep(100)", tmp_path).killed == "processes"
+    ended = contained(code + "time.sleep(100)", tmp_path, memory=1 << 40)
+    assert ended.killed == "processes"
 
 
 def test_sandbox_hands_on_no_secrets(tmp_path, monkeypatch):

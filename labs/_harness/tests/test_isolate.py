@@ -109,6 +109,7 @@ def test_what_a_test_does_to_its_process_no_other_test_sees(run):
 
 IN_PROCESS = """
 import os
+import time
 import pytest
 
 PARENT = os.getpid()
@@ -118,6 +119,17 @@ STEPS = {1: "shift", 2: "times"}
 @pytest.mark.step(1)
 def test_forked(lab):
     assert os.getpid() != PARENT
+
+
+@pytest.mark.step(1)
+@pytest.mark.parametrize("name", ["one", "other"])
+def test_two_at_a_time(name):
+    here = os.path.dirname(__file__)
+    open(os.path.join(here, name), "w").close()
+    end = time.monotonic() + 3
+    while not all(os.path.exists(os.path.join(here, n)) for n in ("one", "other")):
+        assert time.monotonic() < end, "the other test has not begun"
+        time.sleep(0.01)
 
 
 def test_without_a_step():
@@ -168,12 +180,24 @@ def test_output():
 def reports(repository):
     repository.labs(first_90=source(90, SHIFT, KERNEL))
     repository.write("labs/90_first/test_lab.py", IN_PROCESS)
-    return repository.pytest("-rs")
+    return repository.pytest("-rs", "--forks=2")
 
 
 def test_tests_of_a_step_are_forked_and_others_are_not(reports):
     assert reports.states("90_first")[0] == "passed"
-    assert "1 failed, 3 passed, 1 skipped, 1 xfailed, 2 errors" in reports.lines[-1]
+    assert "1 failed, 5 passed, 1 skipped, 1 xfailed, 2 errors" in reports.lines[-1]
+
+
+def test_as_many_tests_run_at_a_time_as_asked_for(reports):
+    assert "tests: each test in its own process, 2 at a time, 10 s at most" in reports.lines
+    assert "test_two_at_a_time" not in reports.out
+
+
+def test_one_at_a_time(repository):
+    repository.labs(first_90=source(90, SHIFT, KERNEL))
+    repository.write("labs/90_first/test_lab.py", IN_PROCESS)
+    one = repository.pytest("-x", "--forks=1", "-k", "two_at_a_time")
+    assert "the other test has not begun" in one.out
 
 
 def test_reports_of_set_up_tear_down_skips_and_output_come_back(reports):

@@ -96,6 +96,22 @@ def test_softmax_and_its_statistics_of_plain_torch_are_right(dtype):
         want_l.check(l)
 
 
+@each_dtype
+@pytest.mark.parametrize(("M", "N", "K"), [(33, 17, 50), (1, 1, 1), (16, 16, 5000)])
+def test_products_summed_in_any_order_are_right(dtype, M, N, K):
+    plain = dtype if dtype == F64 else F32
+    for positive in (False, True):
+        a, b = oracle.inputs(M, K, dtype=dtype), oracle.inputs(K, N, dtype=dtype)
+        if positive:
+            a, b = a.abs(), b.abs()
+        want = oracle.matmul(a, b)
+        for order in (range(K), reversed(range(K))):
+            c = torch.zeros(M, N, dtype=plain)
+            for k in order:
+                c += a[:, k : k + 1].to(plain) * b[k : k + 1].to(plain)
+            want.check(c.to(dtype))
+
+
 def test_statistics_of_a_row_of_minus_infinity_or_of_nothing():
     for row in (torch.full((3,), -math.inf), torch.zeros(0)):
         m, l = oracle.softmax_stats(row, 1)
@@ -116,6 +132,7 @@ def test_an_error_a_few_times_the_budget_at_one_place_is_wrong(dtype, causal):
         *oracle.attention(q, k, v, causal),
         *oracle.attention_gradients(q, k, v, dout, causal),
         oracle.softmax(q[0, 0]),
+        oracle.matmul(q[0, 0], k[0, 0].T),
     ]
     for expected in want:
         got = expected.value.to(expected.dtype, copy=True)
@@ -139,6 +156,9 @@ def test_budgets_are_some_units_in_the_last_place(dtype):
     for gradient in oracle.attention_gradients(q, k, v, dout):
         assert gradient.budget <= 1000 * computed + 100 * oracle.eps(dtype)
     assert oracle.softmax(q[0, 0]).budget <= 8 * oracle.eps(dtype)
+    product = oracle.matmul(q[0, 0], k[0, 0].T)
+    largest = float(product.value.abs().max())
+    assert product.budget <= 200 * computed + 2.1 * oracle.eps(dtype) * largest
 
 
 def test_half_precision_on_the_way_to_a_float32_result_is_wrong():
@@ -169,6 +189,37 @@ def test_a_sum_in_half_precision_is_no_statistic():
     mismatch(l, torch.exp((row - row.max()).half()).sum().float())
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_a_product_accumulated_in_half_precision_is_wrong(dtype):
+    a, b = oracle.inputs(16, 4096, dtype=dtype).abs() / 8, oracle.inputs(4096, 16, dtype=dtype)
+    for right in (b.abs(), b):
+        want, c = oracle.matmul(a, right), torch.zeros(16, 16, dtype=dtype)
+        for k in range(0, 4096, 16):
+            c = (c + a[:, k : k + 16].float() @ right[k : k + 16].float()).to(dtype)
+        mismatch(want, c)
+
+
+def test_a_product_that_is_not_finite_must_be_so_in_the_same_places():
+    a, b = oracle.inputs(5, 7), oracle.inputs(7, 6)
+    a[1, 2], b[3, 4] = math.nan, math.inf
+    want, right = oracle.matmul(a, b), a @ b
+    assert want.budget < 1e-4
+    want.check(right)
+    for place, value in (((1, 0), 0.0), ((0, 4), 3e38), ((0, 4), math.nan), ((0, 0), math.nan)):
+        got = right.clone()
+        got[place] = value
+        assert "1 of 30 values wrong" in mismatch(want, got)
+
+
+def test_a_product_that_lacks_its_last_terms_is_wrong():
+    a, b = oracle.inputs(33, 100, dtype=F16), oracle.inputs(100, 20, dtype=F16)
+    want = oracle.matmul(a, b, tiles=(16, 16))
+    mismatch(want, (a[:, :99].double() @ b[:99].double()).half())
+    got = want.value.half()
+    got[32:] = 9e3
+    assert "wrong along M: 32 (only in the last, ragged tile of 16)" in mismatch(want, got)
+
+
 def test_tf32_is_right_for_a_kernel_on_a_gpu_only(monkeypatch):
     q, k, v = oracle.qkv(1, 2, 53, 16)
     got = tiled(oracle.tf32(q), oracle.tf32(k), oracle.tf32(v))
@@ -180,6 +231,10 @@ def test_tf32_is_right_for_a_kernel_on_a_gpu_only(monkeypatch):
     for expected, result in zip(oracle.attention(q, k, v, kernel=True), got, strict=True):
         expected.check(result)
     mismatch(oracle.attention(q, k, v)[0], got[0])
+    a, b = q[0, 0], k[0, 0].T
+    product = oracle.tf32(a) @ oracle.tf32(b)
+    oracle.matmul(a, b, kernel=True).check(product)
+    mismatch(oracle.matmul(a, b), product)
 
 
 def test_the_causal_reference_sees_no_future():
