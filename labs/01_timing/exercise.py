@@ -1,0 +1,256 @@
+"""Lab 01, your file: time a kernel without fooling yourself.
+
+Write the eight places marked TODO, in order; everything else is given. The handout, README.md
+beside this file, leads through them. See where you stand with: pytest labs/01_timing
+
+No GPU is needed: the tests time on a simulated one, simulated_gpu.py beside this file.
+Times are milliseconds. A clock is a function without arguments that gives seconds, and only
+differences of its values mean something. `synchronize` is a function without arguments that
+returns when the device has done everything it was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+UNITS = {"TFLOP/s": 1e12, "GFLOP/s": 1e9, "TB/s": 1e12, "GB/s": 1e9}  # FLOP or bytes a second
+
+
+def wait_for_gpu() -> None:
+    """Returns when the GPU has done all it was asked for; at once where none is in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _check_count(least: int, **counts) -> None:
+    """Raises ValueError unless every count, given by name, is a whole number from `least` up."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < least:
+            raise ValueError(f"{name} must be a whole number from {least} up: got {count!r}")
+
+
+def _check_finite(**numbers) -> None:
+    """Raises ValueError unless every number, given by name, is finite."""
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            raise ValueError(f"{name} must be finite: got {number!r}")
+
+
+# ---------------------------------------------------------------- step 1
+def quantiles(samples: Iterable[float], qs: Iterable[float]) -> list[float]:
+    """Values below which given shares of the samples lie, interpolated between neighbours.
+
+    Method: Hyndman and Fan, "Sample quantiles in statistical packages" (1996), definition 7, which
+    NumPy and torch use too. The lesson is the definition: their functions, and those of
+    `statistics`, are not allowed in this step.
+
+    Args:
+        samples: n finite numbers, at least one, in any order; any iterable.
+        qs: shares from 0 to 1; any iterable.
+
+    Returns:
+        One float for each q, in the order of qs. Counted from 0 in sorted order, it lies at place
+        q * (n - 1); between two places it is their weighted mean. So 0 gives the smallest sample,
+        0.5 the median, 1 the largest. The samples stay as they are.
+
+    Raises:
+        ValueError: no sample, a sample that is not finite, or a q outside 0 to 1.
+    """
+    samples, qs = [float(x) for x in samples], [float(q) for q in qs]
+    _check_count(1, **{"the number of samples": len(samples)})
+    _check_finite(**{f"samples[{i}]": x for i, x in enumerate(samples)})
+    for q in qs:
+        if not 0 <= q <= 1:
+            raise ValueError(f"every q must lie between 0 and 1: got {q}")
+    # TODO step 1 (about 9 lines; handout section 2)
+    #   sort; for each q its place q * (n - 1): the place below, the one above, what each weighs
+    #   mind: the last place has none above it
+    raise NotImplementedError("lab 01 step 1: write quantiles")
+
+
+# ---------------------------------------------------------------- step 2
+def time_call_ms(
+    fn: Callable[[], object],
+    clock: Callable[[], float] = time.perf_counter,
+    synchronize: Callable[[], None] = wait_for_gpu,
+) -> float:
+    """Time of one call, from an idle device until the device is idle again.
+
+    Args:
+        fn: what to time; called once, without arguments.
+        clock: gives seconds.
+        synchronize: returns when the device is idle.
+
+    Returns:
+        Milliseconds: the launches, the kernels and the waiting of this call, and nothing of what
+        the device was asked for before it.
+    """
+    # TODO step 2 (5 lines; handout section 3)
+    #   read the clock, call, read the clock: when may each reading be taken?
+    raise NotImplementedError("lab 01 step 2: write time_call_ms")
+
+
+def median_time_ms(
+    fn: Callable[[], object],
+    warmup: int = 10,
+    repeats: int = 100,
+    clock: Callable[[], float] = time.perf_counter,
+    synchronize: Callable[[], None] = wait_for_gpu,
+) -> float:
+    """Median time of a call, each call timed by itself, after a warm-up that does not count.
+
+    Args:
+        fn: what to time; called warmup + repeats times, without arguments.
+        warmup: calls before the first timed one, from 0 up.
+        repeats: timed calls, from 1 up.
+        clock, synchronize: as in time_call_ms.
+
+    Returns:
+        Milliseconds. With an even number of repeats, the mean of the two in the middle.
+
+    Raises:
+        ValueError: warmup or repeats is not such a number; fn is not called then.
+    """
+    _check_count(0, warmup=warmup)
+    _check_count(1, repeats=repeats)
+    # TODO step 2, second half (about 4 lines; handout section 3)
+    #   warm up; one sample for each repeat, by time_call_ms; their median, by quantiles
+    raise NotImplementedError("lab 01 step 2: write median_time_ms")
+
+
+# ---------------------------------------------------------------- step 3
+def achieved(work: float, ms: float, unit: str) -> float:
+    """The rate at which work was done.
+
+    Args:
+        work: FLOP or bytes of one call, from 0 up.
+        ms: milliseconds of that call, above 0.
+        unit: one of UNITS, all decimal: 1 TFLOP/s is 1e12 FLOP a second, 1 TB/s is 1e12 bytes.
+
+    Returns:
+        The rate in `unit`.
+
+    Raises:
+        ValueError: another unit; work or ms out of range, or not finite.
+    """
+    _check_finite(work=work, ms=ms)
+    if unit not in UNITS:
+        raise ValueError(f"unit must be one of {', '.join(UNITS)}: got {unit!r}")
+    if work < 0 or ms <= 0:
+        raise ValueError(f"work must be 0 or more, ms above 0: got work={work}, ms={ms}")
+    # TODO step 3 (a line; handout section 4)
+    raise NotImplementedError("lab 01 step 3: write achieved")
+
+
+def visible_pairs(T: int, S: int, causal: bool, window: int | None = None) -> int:
+    """How many pairs of a query and a key attention has to look at: what its FLOPs are counted by.
+
+    Args:
+        T: number of queries. S: number of keys. Both from 1 up.
+        causal: False: every query sees every key. True: the queries are the newest of the S
+            tokens, so query i (from 0) stands at position p = i + S - T and sees keys 0 to p.
+        window: None, or W from 1 up, for causal only: of those keys only the last W, that is keys
+            p - W + 1 to p.
+
+    Returns:
+        The number of pairs, exactly. A query whose position lies before key 0 sees none.
+
+    Raises:
+        ValueError: T, S or window is not such a number, or a window without causal.
+    """
+    _check_count(1, T=T, S=S)
+    if window is not None:
+        _check_count(1, window=window)
+        if not causal:
+            raise ValueError(f"a window needs causal=True: got causal={causal}, window={window}")
+    # TODO step 3, second half (about 7 lines; handout section 4)
+    #   the rectangle if not causal; else add up, over the queries, how many keys each sees
+    raise NotImplementedError("lab 01 step 3: write visible_pairs")
+
+
+# ---------------------------------------------------------------- step 4
+def buffers_to_defeat_cache(bytes_per_call: int, cache_bytes: int) -> int:
+    """How many sets of buffers to use in turn, so that no call finds its data in the cache.
+
+    Args:
+        bytes_per_call: bytes that one call reads and writes, from 1 up.
+        cache_bytes: size of the cache, from 0 up.
+
+    Returns:
+        The smallest number n of sets such that the n - 1 others, used between two calls on the
+        same one, hold at least cache_bytes together.
+
+    Raises:
+        ValueError: the numbers are not such.
+    """
+    _check_count(1, bytes_per_call=bytes_per_call)
+    _check_count(0, cache_bytes=cache_bytes)
+    # TODO step 4 (a line; handout section 5)
+    raise NotImplementedError("lab 01 step 4: write buffers_to_defeat_cache")
+
+
+def rotate(fn: Callable[..., object], inputs: Sequence[tuple]) -> Callable[[], object]:
+    """A function without arguments that calls fn on one set of inputs after the other.
+
+    Args:
+        fn: what to call; not called yet.
+        inputs: sets of arguments, at least one: fn(*inputs[0]) first, and after the last one again
+            from the start.
+
+    Returns:
+        The function. It returns what fn returns, and keeps its own place among the inputs.
+
+    Raises:
+        ValueError: inputs is empty.
+    """
+    _check_count(1, **{"the number of inputs": len(inputs)})
+    # TODO step 4, second half (about 7 lines; handout section 5)
+    #   a function in the function, which remembers where it is
+    raise NotImplementedError("lab 01 step 4: write rotate")
+
+
+# ---------------------------------------------------------------- step 5
+class Comparison(NamedTuple):
+    """How A compares with B: below 1, A is faster; q1 and q3 bound the middle half of the pairs."""
+
+    ratio: float
+    q1: float
+    q3: float
+
+
+def compare(
+    fn_a: Callable[[], object],
+    fn_b: Callable[[], object],
+    pairs: int = 50,
+    warmup: int = 10,
+    clock: Callable[[], float] = time.perf_counter,
+    synchronize: Callable[[], None] = wait_for_gpu,
+) -> Comparison:
+    """Compares two functions on a device that drifts, by timing them in turn.
+
+    Args:
+        fn_a, fn_b: what to compare; each is called warmup + pairs times, without arguments.
+        pairs: timed pairs of one call each, from 1 up. The order changes from pair to pair: A B,
+            then B A, then A B and so on, so that neither is always the later one.
+        warmup: calls of each before the first pair, not timed, from 0 up.
+        clock, synchronize: as in time_call_ms; each call is timed as time_call_ms does.
+
+    Returns:
+        ratio: the median time of A over the median time of B.
+        q1, q3: the quartiles (0.25 and 0.75, as `quantiles` defines them) of the ratios a / b, a
+            and b the two times of one pair.
+
+    Raises:
+        ValueError: pairs or warmup is not such a number; nothing is called then.
+    """
+    _check_count(1, pairs=pairs)
+    _check_count(0, warmup=warmup)
+    # TODO step 5 (about 11 lines; handout section 6)
+    #   warm up both; for each pair the two times, in the order of its turn, kept apart by function
+    #   one ratio of medians, and two quartiles of the pairs' ratios
+    raise NotImplementedError("lab 01 step 5: write compare")
