@@ -14,8 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from labs._harness import interpreter, memory, oracle, runtime, work, xray
-from labs._harness.cases import interpreter_only, kernel_dtypes, needs_compiler, needs_triton
+from labs._harness import interpreter, memory, oracle, runtime, work
+from labs._harness.cases import (
+    check_compiles,
+    interpreter_only,
+    kernel_dtypes,
+    needs_compiler,
+    needs_triton,
+    step,
+)
 from labs._impl import LABS
 
 STEPS = {
@@ -41,26 +48,11 @@ odd_tiles = pytest.mark.parametrize(
     [(1, 16, 16), (65, 32, 16), (65, 16, 32), (50, 64, 16), (97, 16, 64)],
 )
 lengths = pytest.mark.parametrize(("T", "S"), [(1, 40), (40, 1), (13, 50), (50, 13), (16, 48)])
-
-
-def step1(test):
-    return pytest.mark.step(1)(needs_triton(test))
-
-
-def step2(test):
-    return pytest.mark.step(2)(needs_triton(test))
-
-
-def step3(test):
-    return pytest.mark.step(3)(needs_triton(test))
-
-
-def step4(test):
-    return pytest.mark.step(4)(needs_triton(test))
-
-
-def step5(test):
-    return pytest.mark.step(5)(needs_triton(test))
+step1 = step(1, needs_triton)
+step2 = step(2, needs_triton)
+step3 = step(3, needs_triton)
+step4 = step(4, needs_triton)
+step5 = step(5, needs_triton)
 
 
 # ---------------------------------------------------------------- inputs
@@ -120,14 +112,6 @@ def unseen_row(device, T=20, S=24, row=3):
     visible = torch.ones(T, S, dtype=torch.bool, device=device)
     visible[row] = False
     return given, *saved(*given, False, visible=visible), visible
-
-
-def check_compiles(lab, request, launcher):
-    """For every card: tiles of 64 x 64 must fit, those of 32 x 32 must not even spill."""
-    cached = hasattr(request.config, "cache")  # not with pytest -p no:cacheprovider
-    xray.check(request.path, lab.file, launcher, cached, block_m=32, block_n=32)
-    if launcher != "attention_delta":  # which has tiles of its own
-        xray.check(request.path, lab.file, launcher, cached, may_spill=True)
 
 
 # ---------------------------------------------------------------- step 1
@@ -427,7 +411,8 @@ def test_dkdv_offsets_beyond_32_bits(lab, device):
 @needs_compiler
 @pytest.mark.timeout(90)
 def test_dkdv_compiles_for_every_card(lab, request):
-    check_compiles(lab, request, "attention_dkdv")
+    check_compiles(lab, request, "attention_dkdv", block_m=32, block_n=32)
+    check_compiles(lab, request, "attention_dkdv", may_spill=True)  # tiles of 64 x 64 must fit
 
 
 @step2
@@ -662,7 +647,8 @@ def test_dq_offsets_beyond_32_bits(lab, device, causal):
 @needs_compiler
 @pytest.mark.timeout(90)
 def test_dq_compiles_for_every_card(lab, request):
-    check_compiles(lab, request, "attention_dq")
+    check_compiles(lab, request, "attention_dq", block_m=32, block_n=32)
+    check_compiles(lab, request, "attention_dq", may_spill=True)  # tiles of 64 x 64 must fit
 
 
 @step3

@@ -13,8 +13,15 @@ import re
 import pytest
 import torch
 
-from labs._harness import memory, oracle, runtime, xray
-from labs._harness.cases import interpreter_only, kernel_dtypes, needs_compiler, needs_triton
+from labs._harness import memory, oracle, runtime
+from labs._harness.cases import (
+    check_compiles,
+    interpreter_only,
+    kernel_dtypes,
+    needs_compiler,
+    needs_triton,
+    step,
+)
 
 STEPS = {
     1: "online_attention",
@@ -40,30 +47,12 @@ INF = math.inf
 here = runtime.setup()
 torch_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=str)
 score_kinds = pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal", "low"])
-
-
-def step1(test):
-    return pytest.mark.step(1)(test)
-
-
-def step2(test):
-    return pytest.mark.step(2)(needs_triton(test))
-
-
-def step3(test):
-    return pytest.mark.step(3)(needs_triton(test))
-
-
-def step4(test):
-    return pytest.mark.step(4)(needs_triton(test))
-
-
-def step5(test):
-    return pytest.mark.step(5)(needs_triton(test))
-
-
-def step6(test):
-    return pytest.mark.step(6)(test)
+step1 = step(1)
+step2 = step(2, needs_triton)
+step3 = step(3, needs_triton)
+step4 = step(4, needs_triton)
+step5 = step(5, needs_triton)
+step6 = step(6)
 
 
 def seen(T, S, offset=None, window=None, device="cpu"):
@@ -304,12 +293,6 @@ def check_bytes(lab, q, k, v, window, block_m, block_n):
     return work.bytes_loaded
 
 
-def check_compiles(lab, request, launcher):
-    """For every card, without spills: 32 x 32 tiles, which compile in a second or two."""
-    cached = hasattr(request.config, "cache")  # not with pytest -p no:cacheprovider
-    xray.check(request.path, lab.file, launcher, cached, block_m=32, block_n=32)
-
-
 def check_far_offsets(lab, device, window):
     """K and V of the last head begin past element 2**31."""
     heads, D = 33_554_560, 64
@@ -513,7 +496,7 @@ def test_attention_is_the_kernels_work(lab, device):
 @needs_compiler
 @pytest.mark.timeout(90)
 def test_attention_compiles_for_every_card(lab, request):
-    check_compiles(lab, request, "attention")
+    check_compiles(lab, request, "attention", block_m=32, block_n=32)
 
 
 @step2
@@ -681,7 +664,7 @@ def test_window_is_the_kernels_work(lab, device):
 @needs_compiler
 @pytest.mark.timeout(90)
 def test_window_compiles_for_every_card(lab, request):
-    check_compiles(lab, request, "_attend")
+    check_compiles(lab, request, "_attend", block_m=32, block_n=32)
 
 
 @step3
@@ -1003,7 +986,7 @@ def test_varlen_is_the_kernels_work(lab, device):
 @needs_compiler
 @pytest.mark.timeout(90)
 def test_varlen_compiles_for_every_card(lab, request):
-    check_compiles(lab, request, "varlen_attention")
+    check_compiles(lab, request, "varlen_attention", block_m=32, block_n=32)
 
 
 @step5

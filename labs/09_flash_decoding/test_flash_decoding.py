@@ -11,8 +11,15 @@ import math
 import pytest
 import torch
 
-from labs._harness import memory, oracle, runtime, xray
-from labs._harness.cases import interpreter_only, kernel_dtypes, needs_compiler, needs_triton
+from labs._harness import memory, oracle, runtime
+from labs._harness.cases import (
+    check_compiles,
+    interpreter_only,
+    kernel_dtypes,
+    needs_compiler,
+    needs_triton,
+    step,
+)
 
 STEPS = {
     1: "merge_states",
@@ -34,30 +41,12 @@ INF, NAN = math.inf, math.nan
 here = runtime.setup()
 torch_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=str)
 score_kinds = pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal"])
-
-
-def step1(test):
-    return pytest.mark.step(1)(test)
-
-
-def step2(test):
-    return pytest.mark.step(2)(test)
-
-
-def step3(test):
-    return pytest.mark.step(3)(needs_triton(test))
-
-
-def step4(test):
-    return pytest.mark.step(4)(needs_triton(test))
-
-
-def step5(test):
-    return pytest.mark.step(5)(needs_triton(test))
-
-
-def step6(test):
-    return pytest.mark.step(6)(test)
+step1 = step(1)
+step2 = step(2)
+step3 = step(3, needs_triton)
+step4 = step(4, needs_triton)
+step5 = step(5, needs_triton)
+step6 = step(6)
 
 
 # ---------------------------------------------------------------- step 1
@@ -548,12 +537,6 @@ def check_rejects(decode, q, k, v):
     for block_n in (8, 24, 0):
         with pytest.raises(ValueError, match="block_n"):
             decode(q, k, v, 2, block_n=block_n)
-
-
-def check_compiles(lab, request, launcher):
-    """For every card, in the configuration that bench.py's `launches` has by default."""
-    cached = hasattr(request.config, "cache")  # not with pytest -p no:cacheprovider
-    xray.check(request.path, lab.file, launcher, cached)
 
 
 @step3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labs._harness import compiler, runtime
+from labs._harness import compiler, runtime, xray
 
 _here = runtime.setup()
 
@@ -30,3 +30,20 @@ kernel_dtypes = pytest.mark.parametrize(
     ],
     ids=str,
 )
+
+
+def step(number: int, *marks):
+    """A decorator for a test that belongs to a step and carries these marks, too."""
+
+    def decorate(test):
+        for mark in marks:
+            test = mark(test)
+        return pytest.mark.step(number)(test)
+
+    return decorate
+
+
+def check_compiles(lab, request, launcher: str, **options) -> None:
+    """`xray.check` of the code under test; results are kept, but not with -p no:cacheprovider."""
+    cached = hasattr(request.config, "cache")
+    xray.check(request.path, lab.file, launcher, cached, **options)
