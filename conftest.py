@@ -74,6 +74,7 @@ def pytest_configure(config):
     else:
         config.pluginmanager.register(mutants.Diagnosis(Path(scratch.name)), "labs-diagnosis")
         if config.getoption("picture"):
+            config.option.forks = 1  # whether a test gets a picture depends on those before it
             config.pluginmanager.register(picture.Pictures(config), "labs-pictures")
 
 

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from labs._harness import oracle, steps
 from labs._impl import ROOT, default_impl
@@ -40,7 +41,8 @@ class Pictures:
         if lab is None or marker is None or not isinstance(report.longrepr, str):
             return
         step = marker.args[0]
-        if error.got.dim() and (lab, step, item.originalname) not in self.seen:
+        drawable = isinstance(error.got, torch.Tensor) and error.got.dim()
+        if drawable and (lab, step, item.originalname) not in self.seen:
             line = self.draw(f"{lab[:2]}-{self.impl}-step{step}", item.name, error)
             if line:
                 report.longrepr += f"\n  {line}"

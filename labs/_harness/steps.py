@@ -337,8 +337,16 @@ def render(lab: str, rows: dict[str, dict], impl: str, section=None) -> list[str
     if following:
         lines += ["", *_next(lab, impl, *following)]
     elif all(rows.get(str(n), {}).get("state") == "passed" for n in names):
-        lines += ["", f"all steps pass; next: python -m labs bench {lab[:2]}"]
+        lines += ["", f"all steps pass{_after(lab)}"]
     return lines
+
+
+def _after(lab: str) -> str:
+    """What to do when a lab is done: its benchmark, or the handout of the next lab."""
+    if (LABS / lab / "bench.py").is_file():
+        return f"; next: python -m labs bench {lab[:2]}"
+    later = [name for name in labs() if name > lab]
+    return f"; next: labs/{later[0]}/README.md" if later else ""
 
 
 def _next(lab: str, impl: str, number: int, name: str, row: dict) -> list[str]:

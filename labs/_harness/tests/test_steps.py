@@ -66,8 +66,9 @@ def test_python_m_labs_shows_the_last_board(stubs):
 
 @pytest.fixture(scope="module")
 def mixed(repository):
-    """Lab 90 with step 1 written, lab 91 with both, without pytest's cache."""
-    repository.labs(first_90=source(90, SHIFT), second_91=solution(91))
+    """Lab 90 with step 1 written, lab 91 with both, 92 too and has a benchmark; no cache."""
+    repository.labs(first_90=source(90, SHIFT), second_91=solution(91), third_92=solution(92))
+    repository.write("labs/92_third/bench.py", "")
     return repository.pytest("-p", "no:cacheprovider")
 
 
@@ -75,9 +76,10 @@ def test_writing_step_1_turns_step_1_green_and_nothing_else(mixed):
     assert mixed.states("90_first") == ["passed", "not written"]
     assert mixed.states("91_second") == ["passed", "passed"]
     assert any("next: step 2, write times in" in line for line in mixed.board("90_first"))
-    assert "all steps pass; next: python -m labs bench 91" in mixed.board("91_second")
+    assert "all steps pass; next: labs/92_third/README.md" in mixed.board("91_second")
+    assert "all steps pass; next: python -m labs bench 92" in mixed.board("92_third")
     assert mixed.code == 1
-    assert "8 passed, 2 not written in" in mixed.lines[-1]
+    assert "13 passed, 2 not written in" in mixed.lines[-1]
 
 
 def test_the_board_needs_no_cache(mixed):
