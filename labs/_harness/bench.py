@@ -54,6 +54,7 @@ EPILOG = """examples:
   python -m labs bench 06 --impl solution         the reference
   python -m labs bench 06 --tune --lengths 2048   the best tile sizes at T=2048 (GPU)
   python -m labs bench 06 --check                 pass or fail, for scripts (GPU)
+  python -m labs bench 03 --card T4               predict for a card that is not here (no GPU)
 
 exit codes: 0 everything of yours ran and is right; 1 something is wrong, or not written yet;
 2 bad arguments, or --check without a GPU; 130 stopped by Ctrl-C (what was done is kept)"""

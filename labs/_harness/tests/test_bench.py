@@ -3,6 +3,7 @@
 import argparse
 import csv
 import importlib
+import importlib.util
 import json
 import types
 import warnings
@@ -504,6 +505,36 @@ def test_bench_03_counts_what_the_formulas_say(tmp_path, capsys, mask):
     out = capsys.readouterr().out
     assert "Predicted, not measured: T4" in out
     assert max(map(len, out.split("\n")[:-6])) <= 100
+
+
+@needs_interpreter
+def test_bench_03_where_lab_06_is_not_written_yet(monkeypatch, tmp_path, capsys):
+    """As in a student edition; and the lines that lab 03's handout shows are those it prints."""
+    monkeypatch.setattr(lab03, "_lab06", lambda: (load("06", "exercise"), False))
+    monkeypatch.setattr(bench, "lab_bench", lambda lab: lab03 if lab.name[:2] == "03" else lab06)
+    argv = ["03", "--impl", "solution", "--lengths", "64,512", "--out", tmp_path]
+    assert bench.run(parse(*argv)) == 0
+    out = capsys.readouterr().out
+    assert "lab 06 step 5: write _flash_fwd_kernel" in out
+    page = (find_lab("03") / "README.md").read_text()
+    shown = page.partition("Predicted, not measured: ")[2].partition("```")[0].split("\n")[1:-1]
+    assert len(shown) == 7
+    for line in shown:
+        assert line in out
+
+
+def test_the_measured_rates_on_lab_03s_page_are_those_of_lab_06():
+    spec = importlib.util.spec_from_file_location(
+        "draw_roofline", find_lab("03") / "figures" / "draw_roofline.py"
+    )
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    page = (find_lab("03") / "README.md").read_text()
+    rates = draw.measured_rates()
+    for rate, T in ((rates[2048][1], 2048), (rates[2048][0], 2048), (rates[16384][0], 16384)):
+        row = f"measured, {rate:g} TFLOP/s | `attention_flops(8, 16, {T}, 64, True) / {rate:g}e12"
+        assert row in page
+    assert f"measured, {draw.softmax_rate():g} TB/s" in page
 
 
 @needs_interpreter

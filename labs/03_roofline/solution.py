@@ -1,0 +1,457 @@
+"""Lab 03, the reference: FLOPs, bytes and time of attention, before anything is measured.
+
+The same names as exercise.py, with the steps written. Plain Python numbers, no tensors.
+Units: FLOP, bytes, FLOP/s and bytes/s; times in ms, the cost of a launch in microseconds (us).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from labs._harness.checks import check_blocks
+
+LSE_BYTES = 4  # a flash kernel also stores one float32 for each query row, whatever the dtype
+COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito
+MARKERS = "osD^vP"
+
+
+def _check_from_zero(**values) -> None:
+    for name, value in values.items():
+        if not 0 <= value < math.inf:  # NaN is refused too
+            raise ValueError(f"{name} must be a finite number from 0 up: got {value!r}")
+
+
+def _check_positive(**values) -> None:
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a finite number above 0: got {value!r}")
+
+
+def _check_sizes(causal, **sizes) -> None:
+    """Refuses a `causal` that is no bool (a size in its place), and sizes below 1."""
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False: got {causal!r}")
+    check_blocks(**sizes)
+
+
+# ---------------------------------------------------------------- given: what is talked about
+@dataclass(frozen=True)
+class Card:
+    """The two numbers of a card, and where they come from.
+
+    Attributes:
+        name: such as "RTX 5060".
+        peak_flops: FLOP/s of dense half-precision matrix products with float32 accumulation.
+        bandwidth: bytes/s between the chip and its DRAM.
+        memory: bytes of DRAM.
+        source: the document, or how it was measured.
+        measured: whether both numbers were measured; False for a data sheet's.
+    """
+
+    name: str
+    peak_flops: float
+    bandwidth: float
+    memory: float
+    source: str
+    measured: bool = False
+
+    def __post_init__(self):
+        _check_positive(peak_flops=self.peak_flops, bandwidth=self.bandwidth, memory=self.memory)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a piece of code has to do: FLOP, bytes moved between chip and DRAM, kernel launches."""
+
+    flops: float
+    nbytes: float
+    launches: int = 1
+
+    def __post_init__(self):
+        _check_from_zero(flops=self.flops, nbytes=self.nbytes)
+        check_blocks(launches=self.launches)
+
+    @property
+    def intensity(self) -> float:
+        """FLOP for each byte moved; infinite where nothing is moved."""
+        return self.flops / self.nbytes if self.nbytes else math.inf
+
+
+@dataclass(frozen=True)
+class Point:
+    """One mark in a roofline picture.
+
+    Attributes:
+        name: what the legend calls it; points of one name share colour and marker.
+        work: FLOP and bytes, which give its place from left to right.
+        ms: the time, which with the FLOP gives its height.
+        measured: whether `ms` was measured; False for a prediction.
+        note: short text beside the mark, such as "T=2048".
+    """
+
+    name: str
+    work: Work
+    ms: float
+    measured: bool
+    note: str = ""
+
+    def __post_init__(self):
+        _check_positive(ms=self.ms)
+
+    @property
+    def tflops(self) -> float:
+        """The rate in TFLOP/s."""
+        return self.work.flops / self.ms / 1e9
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("A100", 312e12, 2039e9, 80e9, "NVIDIA A100 80GB data sheet, SXM"),
+        Card("H100", 989.5e12, 3.35e12, 80e9, "NVIDIA H100 data sheet, SXM: half of 1,979 sparse"),
+        Card("H200", 989.5e12, 4.8e12, 141e9, "NVIDIA H200 data sheet, SXM: half of 1,979 sparse"),
+        Card("RTX 3090", 71e12, 936e9, 24e9, "NVIDIA Ampere GA102 whitepaper, appendix A"),
+        Card("RTX 4090", 165.2e12, 1008e9, 24e9, "NVIDIA Ada GPU whitepaper, appendix A"),
+        # 512 FLOP a clock and multiprocessor, as for the other RTX cards here, 30 of them, 2.5 GHz.
+        Card("RTX 5060", 38.4e12, 448e9, 8e9, "NVIDIA RTX 5060 product page, 512 x 30 x 2.5 GHz"),
+        Card("RTX 5090", 209.5e12, 1792e9, 32e9, "NVIDIA RTX Blackwell GPU whitepaper"),
+        Card("T4", 65e12, 320e9, 16e9, "NVIDIA T4 data sheet; 256 bits at 10 Gbit/s"),
+        Card(
+            "H200, measured",
+            804e12,
+            4.24e12,
+            141e9,
+            "measured: bf16 matmul 8192^3 and device copy, torch 2.11, triton 3.6",
+            measured=True,
+        ),
+    )
+}
+
+
+def softmax_work(rows, columns, dtype_bytes) -> Work:
+    """A row softmax in one kernel: the pattern of every count below.
+
+    Args:
+        rows, columns: shape of the matrix. dtype_bytes: bytes of one element.
+
+    Returns:
+        Work: 5 FLOP an element (compare, subtract, exponentiate, add, divide), each element read
+        once and written once, 1 launch.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    check_blocks(rows=rows, columns=columns, dtype_bytes=dtype_bytes)
+    return Work(5 * rows * columns, 2 * rows * columns * dtype_bytes)
+
+
+# ---------------------------------------------------------------- step 1
+def visible_pairs(queries, keys, causal, window=None):
+    """How many (query, key) pairs are computed at all, counted exactly, for one head.
+
+    Query i stands at position keys - queries + i: the queries are the newest tokens. When causal it
+    sees the keys at its own position and before it; a query at a negative position sees none.
+
+    Args:
+        queries, keys: how many there are.
+        causal: whether a query is kept from seeing later keys.
+        window: most keys that a query sees, itself included; None for no limit. Needs causal.
+
+    Returns:
+        The number of pairs, a whole number. No mask is made: the count needs memory for a few
+        numbers, whatever the sizes, and time in proportion to `queries` at most.
+
+    Raises:
+        ValueError: a size or a window below 1, a window without causal, a causal that is no bool.
+    """
+    _check_sizes(causal, queries=queries, keys=keys)
+    if window is not None:
+        check_blocks(window=window)
+        if not causal:
+            raise ValueError(f"a window needs causal=True: got causal={causal}, window={window}")
+    if not causal:
+        return queries * keys
+    most = keys if window is None else window
+    return sum(min(max(0, keys - queries + i + 1), most) for i in range(queries))
+
+
+def attention_flops(batch, heads, seq, head_dim, causal):
+    """FLOP of attention forward as benchmarks count them: two products, half when causal.
+
+    The convention counts a multiplication and an addition as 2 FLOP, leaves the softmax out, and
+    takes exactly half of the square when causal. Source: Dao, "FlashAttention-2" (2023), section
+    4.1.
+
+    Args:
+        batch, heads, seq, head_dim: B, H, T and D, as many keys as queries.
+        causal: whether a query is kept from seeing later keys.
+
+    Returns:
+        FLOP of both products together, a whole number.
+
+    Raises:
+        ValueError: a size below 1, or a causal that is no bool.
+    """
+    _check_sizes(causal, batch=batch, heads=heads, seq=seq, head_dim=head_dim)
+    full = 4 * batch * heads * seq * seq * head_dim
+    return full // 2 if causal else full
+
+
+# ---------------------------------------------------------------- step 2
+def scores_bytes(batch, heads, seq, dtype_bytes):
+    """Bytes of one whole score matrix, (B, H, T, T): what a flash kernel never stores.
+
+    Args:
+        batch, heads, seq: B, H and T. dtype_bytes: bytes of one score.
+
+    Returns:
+        Bytes, a whole number.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    check_blocks(batch=batch, heads=heads, seq=seq, dtype_bytes=dtype_bytes)
+    return batch * heads * seq * seq * dtype_bytes
+
+
+def attention_bytes(batch, heads, seq, head_dim, causal, dtype_bytes):
+    """The ideal: Q, K and V read once, the output written once, nothing else.
+
+    Args:
+        batch, heads, seq, head_dim: B, H, T and D.
+        causal: has no influence; here so that the four functions take the same five first.
+        dtype_bytes: bytes of one element.
+
+    Returns:
+        Bytes, a whole number: no correct code can move fewer.
+
+    Raises:
+        ValueError: a size below 1, or a causal that is no bool.
+    """
+    sizes = {"batch": batch, "heads": heads, "seq": seq, "head_dim": head_dim}
+    _check_sizes(causal, **sizes, dtype_bytes=dtype_bytes)
+    return 4 * batch * heads * seq * head_dim * dtype_bytes
+
+
+def naive_attention_bytes(batch, heads, seq, head_dim, causal, dtype_bytes):
+    """Bytes moved by attention as five PyTorch operations, each with its own trip to memory.
+
+    The operations of lab 06's naive_attention: the product q k^T, the division by sqrt(D), when
+    causal masked_fill, softmax, the product with v. When causal also a mask of 1 byte an element,
+    one for all heads, is written by ones, read and written by triu, and read by masked_fill.
+
+    Args:
+        batch, heads, seq, head_dim, causal, dtype_bytes: as in `attention_bytes`.
+
+    Returns:
+        Bytes, a whole number: every operation reads its inputs and writes its output, once.
+
+    Raises:
+        ValueError: a size below 1, or a causal that is no bool.
+    """
+    sizes = {"batch": batch, "heads": heads, "seq": seq, "head_dim": head_dim}
+    _check_sizes(causal, **sizes, dtype_bytes=dtype_bytes)
+    passes = 8 if causal else 6  # q k^T 1, scale 2, masked_fill 2, softmax 2, p v 1
+    mask = 4 * seq * seq if causal else 0
+    tensors = attention_bytes(batch, heads, seq, head_dim, causal, dtype_bytes)
+    return passes * scores_bytes(batch, heads, seq, dtype_bytes) + tensors + mask
+
+
+def flash_attention_bytes(batch, heads, seq, head_dim, causal, dtype_bytes, block_m, block_n=64):
+    """Bytes that a flash kernel asks for: K and V streamed past every tile of queries.
+
+    Each tile of block_m queries is a program of its own. It reads its queries once, then the keys
+    and values in whole tiles of block_n (none past the last key), all of them, or when causal those
+    up to the tile that holds its own last row; it writes its rows of the output, and of lse in
+    float32. Source: Dao, "FlashAttention-2" (2023), algorithm 1.
+
+    Args:
+        batch, heads, seq, head_dim, causal, dtype_bytes: as in `attention_bytes`.
+        block_m, block_n: rows of a query tile and of a key tile, any number from 1 up.
+
+    Returns:
+        Bytes asked for, a whole number. Caches are not in this count: of what is asked for twice,
+        DRAM may see less.
+
+    Raises:
+        ValueError: a size below 1, or a causal that is no bool.
+    """
+    sizes = {"batch": batch, "heads": heads, "seq": seq, "head_dim": head_dim}
+    _check_sizes(causal, **sizes, dtype_bytes=dtype_bytes, block_m=block_m, block_n=block_n)
+    keys = 0
+    for start in range(0, seq, block_m):
+        end = min(seq, start + block_m) if causal else seq
+        keys += min(seq, math.ceil(end / block_n) * block_n)
+    row = head_dim * dtype_bytes
+    return batch * heads * (2 * seq * row + 2 * keys * row + LSE_BYTES * seq)
+
+
+# ---------------------------------------------------------------- step 3
+def ridge_point(peak_flops, bandwidth):
+    """The intensity from which on a card is limited by arithmetic and no longer by memory.
+
+    Source: Williams, Waterman and Patterson, "Roofline" (2009).
+
+    Args:
+        peak_flops: FLOP/s. bandwidth: bytes/s.
+
+    Returns:
+        FLOP a byte.
+
+    Raises:
+        ValueError: a number that is not finite and above 0.
+    """
+    _check_positive(peak_flops=peak_flops, bandwidth=bandwidth)
+    return peak_flops / bandwidth
+
+
+def bound_by(work, card, launch_us=0.0):
+    """Which of three limits takes the longest: arithmetic, memory, or starting the kernels.
+
+    Args:
+        work: Work. card: Card.
+        launch_us: microseconds that the host needs to start one kernel.
+
+    Returns:
+        "compute", "memory" or "launch". Of two that take equally long, the one named first here.
+
+    Raises:
+        ValueError: launch_us is negative or not finite.
+    """
+    _check_from_zero(launch_us=launch_us)
+    seconds = {
+        "compute": work.flops / card.peak_flops,
+        "memory": work.nbytes / card.bandwidth,
+        "launch": work.launches * launch_us * 1e-6,
+    }
+    return max(seconds, key=seconds.get)
+
+
+# ---------------------------------------------------------------- step 4
+def predict_ms(work, card, launch_us=0.0):
+    """The time that no code with this work on this card can beat.
+
+    The three limits overlap: while one kernel computes, its next bytes are on their way and the
+    host starts the next kernel. So the longest of the three counts, and not their sum.
+
+    Args:
+        work: Work. card: Card.
+        launch_us: microseconds that the host needs to start one kernel.
+
+    Returns:
+        ms, a lower bound.
+
+    Raises:
+        ValueError: launch_us is negative or not finite.
+    """
+    _check_from_zero(launch_us=launch_us)
+    compute = work.flops / card.peak_flops
+    memory = work.nbytes / card.bandwidth
+    return 1e3 * max(compute, memory, work.launches * launch_us * 1e-6)
+
+
+def naive_work(batch, heads, seq, head_dim, causal, dtype_bytes) -> Work:
+    """Work of lab 06's naive_attention. Given; arguments as in `naive_attention_bytes`.
+
+    Its products compute the whole square, also when causal. Kernels: product, division, softmax,
+    product; when causal ones and triu for the mask, a copy and a fill for masked_fill.
+    """
+    flops = attention_flops(batch, heads, seq, head_dim, False)
+    nbytes = naive_attention_bytes(batch, heads, seq, head_dim, causal, dtype_bytes)
+    return Work(flops, nbytes, launches=8 if causal else 4)
+
+
+def flash_work(batch, heads, seq, head_dim, causal, dtype_bytes, block_m, block_n=64) -> Work:
+    """Work of a flash kernel. Given; arguments as in `flash_attention_bytes`."""
+    flops = attention_flops(batch, heads, seq, head_dim, causal)
+    sizes = (batch, heads, seq, head_dim, causal, dtype_bytes)
+    return Work(flops, flash_attention_bytes(*sizes, block_m, block_n))
+
+
+def ideal_work(batch, heads, seq, head_dim, causal, dtype_bytes) -> Work:
+    """The least work that attention is. Given; arguments as in `attention_bytes`."""
+    flops = attention_flops(batch, heads, seq, head_dim, causal)
+    return Work(flops, attention_bytes(batch, heads, seq, head_dim, causal, dtype_bytes))
+
+
+# ---------------------------------------------------------------- step 5
+def roofline_plot(points, card, path: str | Path) -> Path:
+    """Draws points under the roof of a card, both axes logarithmic, and saves the picture.
+
+    What the picture holds:
+    - From left to right FLOP a byte, upwards TFLOP/s; the axis labels say so in these words.
+    - The roof: bandwidth times intensity up to the ridge point, peak_flops from there on. It
+      reaches from the leftmost point to the rightmost, over the ridge point at least.
+    - Every point at (work.intensity, tflops). Measured ones are filled, predicted ones hollow
+      (face colour "none"). Its note, where it has one, stands beside it.
+    - A legend with the name of each kind of point once. A kind that is predicted says so there:
+      its text contains "predicted, not measured". No such words where all points are measured.
+    - The card's name and source.
+
+    Args:
+        points: Points, any number; a name may have measured and predicted ones.
+        card: Card.
+        path: of the PNG, text or Path; its folder is made where it is missing.
+
+    Returns:
+        The path as a Path. No figure stays open in pyplot.
+
+    Raises:
+        ValueError: a point without FLOP or without bytes: it has no place on logarithmic axes.
+    """
+    for p in points:
+        if not 0 < p.work.intensity < math.inf:
+            raise ValueError(f"{p.name} has no place on log axes: got {p.work}")
+    from matplotlib.figure import Figure  # here, so that counting needs no matplotlib
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots()
+    ridge = ridge_point(card.peak_flops, card.bandwidth)
+    places = [p.work.intensity for p in points]
+    left, right = min([*places, ridge / 100]) / 2, max([*places, 10 * ridge]) * 4
+    roof = [left, ridge, right]
+    heights = [min(card.peak_flops, card.bandwidth * x) / 1e12 for x in roof]
+    axes.loglog(roof, heights, color="black", linewidth=2)
+    axes.axvspan(left, ridge, color="black", alpha=0.05, linewidth=0)
+    for x, text in ((ridge * 0.9, "memory-bound"), (ridge * 1.1, "compute-bound")):
+        side = "right" if x < ridge else "left"
+        axes.text(x, 0.02, text, ha=side, fontsize=13, transform=axes.get_xaxis_transform())
+    styles = {
+        name: i % len(COLOURS) for i, name in enumerate(dict.fromkeys(p.name for p in points))
+    }
+    for name, measured in dict.fromkeys((p.name, p.measured) for p in points):
+        mine = [p for p in points if (p.name, p.measured) == (name, measured)]
+        colour = COLOURS[styles[name]]
+        axes.plot(
+            [p.work.intensity for p in mine],
+            [p.tflops for p in mine],
+            linestyle="",
+            marker=MARKERS[styles[name]],
+            markersize=10,
+            markeredgewidth=2,
+            color=colour,
+            markerfacecolor=colour if measured else "none",
+            label=name if measured else f"{name} (predicted, not measured)",
+        )
+    for p in points:
+        place = (p.work.intensity, p.tflops)
+        axes.annotate(p.note, place, (8, -17), textcoords="offset points", fontsize=12)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.tick_params(labelsize=13)
+    axes.set_xlim(left, right)
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("intensity, FLOP a byte", fontsize=14)
+    axes.set_ylabel("rate, TFLOP/s", fontsize=14)
+    peak, speed = card.peak_flops / 1e12, card.bandwidth / 1e12
+    title = f"{card.name}: {peak:.4g} TFLOP/s, {speed:.3g} TB/s, ridge at {ridge:.3g} FLOP a byte"
+    axes.set_title(f"{title}\n{card.source}", loc="left", fontsize=14)
+    if points:
+        axes.legend(loc="upper left", fontsize=12, frameon=False)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    return path
