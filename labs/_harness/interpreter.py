@@ -217,13 +217,20 @@ def _patched():
         return masked_load(pointers, mask, other, *args, **kwargs)
 
     ti._interpreter, ti.GridExecutor.__call__ = _WatchedMemory(memory), watched_call
-    builder.create_dot, builder.create_masked_load = watched_dot, poisoned_load
+    swapped = {"create_dot": watched_dot, "create_masked_load": poisoned_load}
+    if hasattr(builder, "create_maxnumf") and hasattr(builder, "binary_op"):
+        # tl.maximum and tl.minimum: a GPU's give the other one of a number and NaN, NumPy's NaN.
+        swapped["create_maxnumf"] = lambda a, b: builder.binary_op(a, b, np.fmax)
+        swapped["create_minnumf"] = lambda a, b: builder.binary_op(a, b, np.fmin)
+    for name, function in swapped.items():
+        setattr(builder, name, function)
     if patch:
         ti._patch_lang = patch_once
     try:
         yield
     finally:
         ti._interpreter, ti.GridExecutor.__call__ = memory, call
-        del builder.create_dot, builder.create_masked_load
+        for name in swapped:
+            delattr(builder, name)
         if patch:
             ti._patch_lang = patch

@@ -28,9 +28,10 @@ from _pytest.runner import runtestprotocol
 LIMIT = 10.0  # seconds for the body of one test; pytest-timeout interrupts it and shows where it is
 GRACE = 5.0  # seconds more until the process is killed
 LIMIT_IN_PROCESS = 120.0  # on a GPU the first launch of each configuration compiles
-# Imported by autograd when it is given gradients, in half a second. After the first fork that
-# needed it pytest's own process imports it, too, so that later forks have it.
-SLOW_IMPORT = "torch.fx.experimental.symbolic_shapes"
+# Autograd imports the first when it is given gradients (half a second), Triton the second at its
+# first launch (an eighth). After a fork that needed one pytest's own process imports it, too, so
+# that later forks have it.
+SLOW_IMPORTS = ("torch.fx.experimental.symbolic_shapes", "triton.experimental.gluon")
 
 
 def enabled(config: pytest.Config) -> bool:
@@ -100,7 +101,8 @@ class Fork:
                 config.hook.pytest_report_to_serializable(config=config, report=report)
                 for report in reports
             ]
-            text = json.dumps([data, SLOW_IMPORT in sys.modules], default=str)
+            imported = [name for name in SLOW_IMPORTS if name in sys.modules]
+            text = json.dumps([data, imported], default=str)
             self.written.write(text.encode())
             self.written.flush()
             status = 0
@@ -125,13 +127,13 @@ class Fork:
         config = self.item.config
         with suppress(Exception):  # nothing written, or the code under test wrote there, too
             self.written.seek(0)
-            entries, slow_import = json.loads(self.written.read())
+            entries, imported = json.loads(self.written.read())
             reports = [
                 config.hook.pytest_report_from_serializable(config=config, data=entry)
                 for entry in entries
             ]
-            if slow_import:
-                importlib.import_module(SLOW_IMPORT)
+            for name in set(imported) & set(SLOW_IMPORTS):
+                importlib.import_module(name)
             for report in reports:
                 if isinstance(report.longrepr, list):  # JSON has no tuples; -rs wants one
                     report.longrepr = tuple(report.longrepr)

@@ -121,7 +121,8 @@ def _elements(t: torch.Tensor) -> np.ndarray | None:
     if size == t.numel() or size > 1 << 22:
         return None
     inside = np.zeros(size, dtype=bool)  # in NumPy: the work of PyTorch is being counted
-    np.lib.stride_tricks.as_strided(inside, t.shape, t.stride())[...] = True
+    shape = [1 if stride == 0 else n for n, stride in zip(t.shape, t.stride(), strict=True)]
+    np.lib.stride_tricks.as_strided(inside, shape, t.stride())[...] = True
     return inside
 
 
