@@ -13,6 +13,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -135,10 +136,12 @@ class Guarded:
         Args:
             name: what to call it in messages.
             row_limit: see the class.
-            inputs: anything holding tensors that the block must not modify.
+            inputs: anything holding tensors or NumPy arrays that the block must not modify.
             engine_calls: how often the block may start the autograd engine.
         """
-        tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+        leaves = tree_leaves(inputs)
+        arrays = [(n, a, a.copy()) for n, a in enumerate(leaves) if isinstance(a, np.ndarray)]
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         before = [t.detach().clone() if t.numel() < 1 << 24 else None for t in tensors]
         versions = [t._version for t in tensors]
         watch = _Watch(row_limit, poison=not isinstance(self._skip, memory.LastProgramOnly))
@@ -158,6 +161,9 @@ class Guarded:
         for number, (t, old) in enumerate(zip(tensors, before, strict=True)):
             if t._version != versions[number] or (old is not None and not _same(t.detach(), old)):
                 findings.append(f"modifies its input number {number} (shape {tuple(t.shape)})")
+        for number, a, old in arrays:
+            if not np.array_equal(a, old, equal_nan=a.dtype.kind in "fc"):
+                findings.append(f"modifies its argument number {number} (shape {a.shape})")
         if _harness_code() != _HARNESS_CODE:
             findings.append("changes the code that checks it (labs._harness)")
         if findings:

@@ -92,6 +92,15 @@ def copy(root: Path, files: list[Path], folder: Path) -> None:
         shutil.copymode(root / path, target)
 
 
+def without_faults(text: str) -> str:
+    """A lab's handout without the list of planted faults, which is for instructors."""
+    from labs._harness.mutants import MARKERS
+
+    before, start, rest = text.partition(MARKERS[0])
+    _, end, after = rest.partition(MARKERS[1])
+    return f"{before}The list is in the instructors' repository.{after}" if start and end else text
+
+
 def add_arguments(parser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="a new or empty folder")
     parser.epilog = (
@@ -131,6 +140,8 @@ def run(args) -> int:
     if readme.is_file():
         title, _, rest = readme.read_text().partition("\n")
         readme.write_text(f"{title}\n{NOTE}{rest}")
+    for page in args.folder.glob("labs/[0-9][0-9]_*/README.md"):
+        page.write_text(without_faults(page.read_text()))
     print(f"wrote {len(kept)} files to {args.folder}; README.md has a note for students on top")
     print("left out:")
     shown: dict[str, list[str]] = {}

@@ -207,7 +207,7 @@ class KillMatrix:
         lines += ["| step | kind | fault | what is wrong | test |", "|---|---|---|---|---|"]
         for v in rows:
             m = v.mutant
-            what = re.sub(r" \(handout .*?\)$", "", m.teaches)
+            what = re.sub(r" \(handout .*?\)$", "", m.teaches).replace("|", "\\|")
             result = f"`{m.caught_by}`" if v.outcome == "caught" else f"**{v.outcome}**"
             lines.append(f"| {m.step} | {m.kind} | {m.id} | {what} | {result} |")
         lines += ["", "</details>"]

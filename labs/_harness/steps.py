@@ -47,6 +47,24 @@ def todo_line(file: Path, step: int) -> int | None:
     return None
 
 
+def first_unwritten(file: Path, step: int) -> tuple[str, int] | None:
+    """Name of the first function of a step that is still to write, and the line to begin at.
+
+    A step may have several; the reminders that are left in the file say which are not written.
+    """
+    lines = file.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        match = UNWRITTEN.search(line)
+        if match and int(match.group(2)) == step:
+            for above in range(number, 0, -1):
+                if re.search(rf"TODO step {step}\b", lines[above - 1]):
+                    return match.group(3), above
+                if lines[above - 1].lstrip().startswith("def "):
+                    break
+            return match.group(3), number
+    return None
+
+
 def lab_of(path: Path) -> str | None:
     """Name of the lab folder that a test file lies in."""
     for folder in path.parents:
@@ -312,7 +330,7 @@ def render(lab: str, rows: dict[str, dict], impl: str, section=None) -> list[str
         lines.append(title)
     names = declared(lab)
     width = max(map(len, names.values()), default=0)
-    following = None
+    todo = []
     for number, name in names.items():
         row = rows.get(str(number), {"state": "not run", "tests": {}})
         state, tests = row["state"], row["tests"]
@@ -332,10 +350,11 @@ def render(lab: str, rows: dict[str, dict], impl: str, section=None) -> list[str
         if row.get("earlier"):
             note += " (an earlier run)"
         lines.append(f"  step {number}  {name:<{width}}  {state:<12} {note}".rstrip())
-        if following is None and state not in ("passed", "skipped", WAITING):
-            following = number, name, row
-    if following:
-        lines += ["", *_next(lab, impl, *following)]
+        if state not in ("passed", "skipped", WAITING):
+            todo.append((number, name, row))
+    if todo:  # what failed in this run comes before what did not run
+        ran = [entry for entry in todo if entry[2]["state"] != "not run"]
+        lines += ["", *_next(lab, impl, *(ran or todo)[0])]
     elif all(rows.get(str(n), {}).get("state") == "passed" for n in names):
         lines += ["", f"all steps pass{_after(lab)}"]
     return lines
@@ -359,10 +378,10 @@ def _next(lab: str, impl: str, number: int, name: str, row: dict) -> list[str]:
         return [f"next: mend {row['reason']}"]
     option = "" if impl == "exercise" else f" --impl={impl}"
     command = f"pytest labs/{lab}{option} --step {number}"
-    line = todo_line(file, number)
-    if row["state"] == NOT_WRITTEN or (row["state"] == "not run" and line):
-        at = f"{shown}, line {line}" if line else f"{shown}"
-        return [f"next: step {number}, write {name} in {at}; then run", f"      {command}"]
+    left = first_unwritten(file, number)
+    if row["state"] == NOT_WRITTEN or (row["state"] == "not run" and left):
+        at = f"{left[0]} in {shown}, line {left[1]}" if left else f"{name} in {shown}"
+        return [f"next: step {number}, write {at}; then run", f"      {command}"]
     if row["state"] == "not run":
         return [f"next: step {number}, {name}: run its tests", f"      {command}"]
     return [f"next: step {number}, {name} fails {row['first_failure']}", f"      {command}"]

@@ -3,6 +3,7 @@
 import subprocess
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -217,6 +218,14 @@ def test_a_modified_input_is_found(lab, body, number):
     assert f"f: modifies its input number {number} (shape (2, 32))" in finding(
         code.f, args[0], args[1], scale=args[2]
     )
+
+
+def test_a_modified_array_is_found(lab):
+    code = lab("def f(x, a): a *= 2; return x")
+    array = np.array([1.0, np.nan])
+    assert "f: modifies its argument number 1 (shape (2,))" in finding(code.f, x(), array)
+    code = lab("def f(a): return a * 2")
+    assert code.f(array)[0] == 4.0
 
 
 def test_a_copy_may_be_modified_and_nan_is_equal_to_itself(lab):

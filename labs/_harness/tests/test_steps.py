@@ -75,7 +75,7 @@ def mixed(repository):
 def test_writing_step_1_turns_step_1_green_and_nothing_else(mixed):
     assert mixed.states("90_first") == ["passed", "not written"]
     assert mixed.states("91_second") == ["passed", "passed"]
-    assert any("next: step 2, write times in" in line for line in mixed.board("90_first"))
+    assert any("next: step 2, write _times_kernel in" in line for line in mixed.board("90_first"))
     assert "all steps pass; next: labs/92_third/README.md" in mixed.board("91_second")
     assert "all steps pass; next: python -m labs bench 92" in mixed.board("92_third")
     assert mixed.code == 1
@@ -385,3 +385,24 @@ def test_the_line_of_a_todo(tmp_path):
     assert steps.todo_line(file, 1) == 3
     assert steps.todo_line(file, 12) == 1
     assert steps.todo_line(file, 2) is None
+
+
+def test_the_next_function_is_the_first_of_its_step_that_is_not_written(tmp_path):
+    file = tmp_path / "exercise.py"
+    file.write_text("""
+def first():
+    # TODO step 1 (3 lines), the comment stayed
+    return 1
+
+
+def second():
+    # TODO step 1 (2 lines)
+    raise NotImplementedError("lab 90 step 1: write second")
+
+
+def third():
+    raise NotImplementedError("lab 90 step 2: write third")
+""")
+    assert steps.first_unwritten(file, 1) == ("second", 8)
+    assert steps.first_unwritten(file, 2) == ("third", 13)
+    assert steps.first_unwritten(file, 3) is None
