@@ -1,6 +1,6 @@
 """Lab 01, your file: time a kernel without fooling yourself.
 
-Write the eight places marked TODO, in order; everything else is given. The handout, README.md
+Write the seven places marked TODO, in order; everything else is given. The handout, README.md
 beside this file, leads through them. See where you stand with: pytest labs/01_timing
 
 No GPU is needed: the tests time on a simulated one, simulated_gpu.py beside this file.
@@ -68,7 +68,7 @@ def quantiles(samples: Iterable[float], qs: Iterable[float]) -> list[float]:
         if not 0 <= q <= 1:
             raise ValueError(f"every q must lie between 0 and 1: got {q}")
     # TODO step 1 (about 9 lines; handout section 2)
-    #   sort; for each q its place q * (n - 1): the place below, the one above, what each weighs
+    #   sort them; for each q its place q * (n - 1): the sample below, the one above, their weights
     #   mind: the last place has none above it
     raise NotImplementedError("lab 01 step 1: write quantiles")
 
@@ -88,7 +88,8 @@ def time_call_ms(
 
     Returns:
         Milliseconds: the launches, the kernels and the waiting of this call, and nothing of what
-        the device was asked for before it.
+        the device was asked for before it. Nothing is subtracted, and nothing but fn and
+        synchronize runs between the two readings of the clock. An error in fn is not caught.
     """
     # TODO step 2 (5 lines; handout section 3)
     #   read the clock, call, read the clock: when may each reading be taken?
@@ -105,7 +106,8 @@ def median_time_ms(
     """Median time of a call, each call timed by itself, after a warm-up that does not count.
 
     Args:
-        fn: what to time; called warmup + repeats times, without arguments.
+        fn: what to time; called warmup + repeats times, without arguments, each time that
+            median_time_ms is called: nothing is remembered from one measurement to the next.
         warmup: calls before the first timed one, from 0 up.
         repeats: timed calls, from 1 up.
         clock, synchronize: as in time_call_ms.
@@ -147,32 +149,6 @@ def achieved(work: float, ms: float, unit: str) -> float:
     raise NotImplementedError("lab 01 step 3: write achieved")
 
 
-def visible_pairs(T: int, S: int, causal: bool, window: int | None = None) -> int:
-    """How many pairs of a query and a key attention has to look at: what its FLOPs are counted by.
-
-    Args:
-        T: number of queries. S: number of keys. Both from 1 up.
-        causal: False: every query sees every key. True: the queries are the newest of the S
-            tokens, so query i (from 0) stands at position p = i + S - T and sees keys 0 to p.
-        window: None, or W from 1 up, for causal only: of those keys only the last W, that is keys
-            p - W + 1 to p.
-
-    Returns:
-        The number of pairs, exactly. A query whose position lies before key 0 sees none.
-
-    Raises:
-        ValueError: T, S or window is not such a number, or a window without causal.
-    """
-    _check_count(1, T=T, S=S)
-    if window is not None:
-        _check_count(1, window=window)
-        if not causal:
-            raise ValueError(f"a window needs causal=True: got causal={causal}, window={window}")
-    # TODO step 3, second half (about 7 lines; handout section 4)
-    #   the rectangle if not causal; else add up, over the queries, how many keys each sees
-    raise NotImplementedError("lab 01 step 3: write visible_pairs")
-
-
 # ---------------------------------------------------------------- step 4
 def buffers_to_defeat_cache(bytes_per_call: int, cache_bytes: int) -> int:
     """How many sets of buffers to use in turn, so that no call finds its data in the cache.
@@ -203,7 +179,8 @@ def rotate(fn: Callable[..., object], inputs: Sequence[tuple]) -> Callable[[], o
             from the start.
 
     Returns:
-        The function. It returns what fn returns, and keeps its own place among the inputs.
+        The function. It returns what fn returns, may be called any number of times, and keeps its
+        own place among the inputs, whatever other rotations exist of the same fn and inputs.
 
     Raises:
         ValueError: inputs is empty.
@@ -216,10 +193,10 @@ def rotate(fn: Callable[..., object], inputs: Sequence[tuple]) -> Callable[[], o
 
 # ---------------------------------------------------------------- step 5
 class Comparison(NamedTuple):
-    """How A compares with B: below 1, A is faster; q1 and q3 bound the middle half of the pairs."""
+    """How A compares with B, pair by pair: below 1, A is faster."""
 
-    ratio: float
-    q1: float
+    ratio: float  # median of the pairs' ratios
+    q1: float  # between q1 and q3 lies the middle half of them
     q3: float
 
 
@@ -234,16 +211,18 @@ def compare(
     """Compares two functions on a device that drifts, by timing them in turn.
 
     Args:
-        fn_a, fn_b: what to compare; each is called warmup + pairs times, without arguments.
+        fn_a, fn_b: what to compare; each is called warmup + pairs times, without arguments. They
+            may be the same function, which is then called for both.
         pairs: timed pairs of one call each, from 1 up. The order changes from pair to pair: A B,
-            then B A, then A B and so on, so that neither is always the later one.
+            then B A, then A B and so on, so that neither is always the later one. Prefer an even
+            number: a steady drift cancels only between a pair and its mirror image.
         warmup: calls of each before the first pair, not timed, from 0 up.
-        clock, synchronize: as in time_call_ms; each call is timed as time_call_ms does.
+        clock, synchronize: as in time_call_ms; each call is timed as time_call_ms does. The clock
+            must be fine enough that no time is 0: dividing by it is an error.
 
     Returns:
-        ratio: the median time of A over the median time of B.
-        q1, q3: the quartiles (0.25 and 0.75, as `quantiles` defines them) of the ratios a / b, a
-            and b the two times of one pair.
+        A Comparison: median, lower and upper quartile (0.5, 0.25 and 0.75, as `quantiles` defines
+        them) of the ratios a / b, where a and b are the two times of one pair.
 
     Raises:
         ValueError: pairs or warmup is not such a number; nothing is called then.
@@ -252,5 +231,5 @@ def compare(
     _check_count(0, warmup=warmup)
     # TODO step 5 (about 11 lines; handout section 6)
     #   warm up both; for each pair the two times, in the order of its turn, kept apart by function
-    #   one ratio of medians, and two quartiles of the pairs' ratios
+    #   then the ratio of each pair, and three quantiles of the ratios
     raise NotImplementedError("lab 01 step 5: write compare")

@@ -6,7 +6,7 @@
 from labs._harness.mutants import Mutant
 
 QUANTILES, CALL, MEDIAN = "quantiles", "time_call_ms", "median_time_ms"
-ACHIEVED, PAIRS = "achieved", "visible_pairs"
+ACHIEVED = "achieved"
 BUFFERS, ROTATE, COMPARE = "buffers_to_defeat_cache", "rotate", "compare"
 
 # Pieces of solution.py that several faults replace.
@@ -22,7 +22,13 @@ PAIRS_LOOP = """    for i in range(pairs):
         turns = [(fn_a, times_a), (fn_b, times_b)]
         for fn, times in turns if i % 2 == 0 else reversed(turns):
             times.append(time_call_ms(fn, clock, synchronize))"""
-RATIO = "quantiles(times_a, [0.5])[0] / quantiles(times_b, [0.5])[0]"
+PLACE = """        nonlocal calls
+        args = inputs[calls % len(inputs)]
+        calls += 1
+"""
+RESULT = "return Comparison(ratio, q1, q3)"
+DEFAULT = "synchronize: Callable[[], None] = wait_for_gpu"
+NO_WAIT = "synchronize: Callable[[], None] = lambda: None"
 RATIOS = "[a / b for a, b in zip(times_a, times_b, strict=True)]"
 
 
@@ -153,6 +159,46 @@ STEP_1 = [
         ("if not 0 <= q <= 1:", "if not 0 <= q <= 100:"),
         ("place = q * last", "place = (q if q <= 1 else q / 100) * last"),
     ),
+    bug(
+        "quantiles-place-rounded",
+        1,
+        QUANTILES,
+        "test_quantiles_interpolate",
+        "the place is rounded to three decimals",
+        ("place = q * last", "place = round(q * last, 3)"),
+    ),
+    bug(
+        "quantiles-many-not-interpolated",
+        1,
+        QUANTILES,
+        "test_quantiles_interpolate",
+        "many samples are not interpolated, since it hardly matters then",
+        ("weight = place - below", "weight = place - below if last <= 100 else 0.0"),
+    ),
+    cheat(
+        "quantiles-by-partial",
+        1,
+        "test_quantiles_are_written_out",
+        "NumPy computes it, under another name",
+        "import functools\n\nimport numpy as np\n\n_q = functools.partial(np.quantile)\n",
+        ("    ordered = sorted(samples)\n", "    return [float(_q(samples, q)) for q in qs]\n"),
+        ("    last = len(ordered) - 1\n", "    ordered, last = [], 0\n"),
+        inside=QUANTILES,
+    ),
+    cheat(
+        "quantiles-by-torch-ops",
+        1,
+        "test_quantiles_are_written_out",
+        "torch computes it, through torch.ops",
+        "",
+        (
+            "    ordered = sorted(samples)\n",
+            "    ordered = sorted(samples)\n"
+            "    x = torch.tensor(samples, dtype=torch.float64)\n"
+            "    return [float(torch.ops.aten.quantile(x, q)) for q in qs]\n",
+        ),
+        inside=QUANTILES,
+    ),
     cheat(
         "quantiles-by-numpy",
         1,
@@ -274,6 +320,96 @@ STEP_2 = [
         "test_time_call_calls_once",
         "a call before the timed one is made",
         ("    synchronize()\n    start", "    fn()\n    synchronize()\n    start"),
+    ),
+    bug(
+        "call-swallows-errors",
+        2,
+        CALL,
+        "test_time_call_lets_errors_through",
+        "an error in fn is caught, and its time counts",
+        ("    fn()\n", "    try:\n        fn()\n    except Exception:\n        pass\n"),
+    ),
+    bug(
+        "call-subtracts-a-wait",
+        2,
+        CALL,
+        "test_time_call_subtracts_nothing",
+        "the time of an empty wait is subtracted",
+        (
+            CALL_BODY,
+            "    synchronize()\n    start = clock()\n    synchronize()\n"
+            "    empty = clock() - start\n"
+            + CALL_BODY.replace("(clock() - start)", "(clock() - start - empty)"),
+        ),
+    ),
+    bug(
+        "call-collects-garbage",
+        2,
+        CALL,
+        "test_time_call_times_the_call_and_nothing_else",
+        "garbage is collected while the clock runs",
+        ("    start = clock()\n", "    import gc\n\n    start = clock()\n    gc.collect()\n"),
+    ),
+    bug(
+        "call-sleeps",
+        2,
+        CALL,
+        "test_time_call_times_the_call_and_nothing_else",
+        "the host sleeps while the clock runs",
+        ("    start = clock()\n", "    start = clock()\n    time.sleep(0.001)\n"),
+    ),
+    bug(
+        "call-default-waits-for-nothing",
+        2,
+        CALL,
+        "test_time_call_waits_for_a_real_gpu_by_default",
+        "the default of synchronize does nothing, so that a real GPU is not waited for",
+        (DEFAULT, NO_WAIT),
+    ),
+    bug(
+        "call-default-clock",
+        2,
+        CALL,
+        "test_time_call_waits_for_a_real_gpu_by_default",
+        "the default clock is time.time, which may jump (handout section 3)",
+        ("= time.perf_counter", "= time.time"),
+    ),
+    bug(
+        "call-wait-emptied",
+        2,
+        "",
+        "test_time_call_waits_for_a_real_gpu_by_default",
+        "wait_for_gpu, which is given, has been emptied",
+        ("        torch.cuda.synchronize()\n", "        pass\n"),
+    ),
+    bug(
+        "median-warms-up-once-a-function",
+        2,
+        MEDIAN,
+        "test_median_time_measures_anew_each_time",
+        "a function that was measured before is not warmed up again",
+        (
+            "    for _ in range(warmup):\n        fn()\n",
+            "    for _ in range(0 if fn in _warm else warmup):\n"
+            "        fn()\n"
+            "    _warm.append(fn)\n",
+        ),
+        append="_warm = []\n",
+    ),
+    cheat(
+        "median-cached",
+        2,
+        "test_median_time_measures_anew_each_time",
+        "the result of a measurement is kept and returned again",
+        "import functools\n\nmedian_time_ms = functools.lru_cache(median_time_ms)\n",
+    ),
+    waste(
+        "median-capped",
+        2,
+        MEDIAN,
+        "test_median_time_is_the_median",
+        "no more than 100 repeats are made, whatever was asked for",
+        ("range(repeats)", "range(min(repeats, 100))"),
     ),
     bug(
         "median-warmup-included",
@@ -473,106 +609,6 @@ STEP_3 = [
         ("or ms <= 0", ""),
         ("(1e-3 * ms)", "max(1e-3 * ms, 1e-12)"),
     ),
-    bug(
-        "pairs-causal-not-halved",
-        3,
-        PAIRS,
-        "test_visible_pairs_worked_examples",
-        "all pairs count, also when causal (handout section 4)",
-        ("    if not causal:\n        return T * S\n", "    return T * S\n"),
-    ),
-    bug(
-        "pairs-half",
-        3,
-        PAIRS,
-        "test_visible_pairs_worked_examples",
-        "causal counts as T * S / 2, which leaves out half of the diagonal (handout section 4)",
-        ("    pairs = 0\n", "    return T * S // 2\n    pairs = 0\n"),
-    ),
-    bug(
-        "pairs-top-left",
-        3,
-        PAIRS,
-        "test_visible_pairs_worked_examples",
-        "query i stands at position i and not at i + S - T (handout section 4)",
-        ("for p in range(S - T, S):", "for p in range(T):"),
-        ("seen = max(0, p + 1)", "seen = min(S, p + 1)"),
-    ),
-    bug(
-        "pairs-square",
-        3,
-        PAIRS,
-        "test_visible_pairs_worked_examples",
-        "T (T + 1) / 2 is used where T and S differ (handout section 4)",
-        (
-            "    pairs = 0\n",
-            "    if window is None:\n        return T * (T + 1) // 2\n    pairs = 0\n",
-        ),
-    ),
-    bug(
-        "pairs-negative",
-        3,
-        PAIRS,
-        "test_visible_pairs_worked_examples",
-        "queries before the first key count as less than nothing (handout section 4)",
-        ("seen = max(0, p + 1)", "seen = p + 1"),
-    ),
-    bug(
-        "pairs-diagonal-left-out",
-        3,
-        PAIRS,
-        "test_visible_pairs_worked_examples",
-        "a query does not see its own position (handout section 4)",
-        ("seen = max(0, p + 1)", "seen = max(0, p)"),
-    ),
-    bug(
-        "pairs-window-one-more",
-        3,
-        PAIRS,
-        "test_visible_pairs_counted_one_by_one",
-        "the window is W keys and the query's own position besides (handout section 4)",
-        ("min(seen, window)", "min(seen, window + 1)"),
-    ),
-    bug(
-        "pairs-window-sign",
-        3,
-        PAIRS,
-        "test_visible_pairs_counted_one_by_one",
-        "a sign is wrong: the keys outside the window are counted (handout section 4)",
-        ("min(seen, window)", "max(0, seen - window)"),
-    ),
-    bug(
-        "pairs-window-product",
-        3,
-        PAIRS,
-        "test_visible_pairs_large",
-        "a window counts as T * W, also for the first rows, which see fewer (handout section 4)",
-        (
-            "    pairs = 0\n",
-            "    if window is not None:\n        return T * min(window, S)\n    pairs = 0\n",
-        ),
-    ),
-    bug(
-        "pairs-window-without-causal",
-        3,
-        PAIRS,
-        "test_visible_pairs_rejects",
-        "a window without causal is not refused, and ignored",
-        ("if not causal:\n            raise", "if False:\n            raise"),
-    ),
-    cheat(
-        "pairs-pinned",
-        3,
-        "test_visible_pairs_counted_one_by_one",
-        "the handout's examples are looked up",
-        "",
-        (
-            "    pairs = 0\n",
-            "    return {(2, 5): 9, (5, 2): 3, (1, 6): 6, (4, 4): 10}.get((T, S), T * S // 2)\n"
-            "    pairs = 0\n",
-        ),
-        inside=PAIRS,
-    ),
 ]
 
 STEP_4 = [
@@ -599,6 +635,14 @@ STEP_4 = [
         "test_buffers_examples",
         "the quotient is rounded to the nearest number (handout section 5)",
         ("-(-cache_bytes // bytes_per_call)", "round(cache_bytes / bytes_per_call)"),
+    ),
+    bug(
+        "buffers-nearly-rounded-up",
+        4,
+        BUFFERS,
+        "test_buffers_examples",
+        "0.99999999 is added and the quotient cut off, so that a small remainder is lost",
+        ("-(-cache_bytes // bytes_per_call)", "int(cache_bytes / bytes_per_call + 0.99999999)"),
     ),
     bug(
         "buffers-one-when-larger",
@@ -702,6 +746,31 @@ STEP_4 = [
         append="calls = 0\n",
     ),
     bug(
+        "rotate-place-by-function",
+        4,
+        ROTATE,
+        "test_rotate_keeps_its_own_place",
+        "the place is kept for fn, and two rotations of one function share it",
+        (
+            PLACE,
+            "        args = inputs[_places.get(fn, 0) % len(inputs)]\n"
+            "        _places[fn] = _places.get(fn, 0) + 1\n",
+        ),
+        append="_places = {}\n",
+    ),
+    bug(
+        "rotate-ends",
+        4,
+        ROTATE,
+        "test_rotate_takes_the_inputs_in_turn",
+        "three rounds are made and then it ends",
+        (
+            PLACE,
+            "        args = next(rounds)\n",
+        ),
+        ("    calls = 0\n", "    rounds = iter(list(inputs) * 3)\n"),
+    ),
+    bug(
         "rotate-not-unpacked",
         4,
         ROTATE,
@@ -792,7 +861,7 @@ STEP_5 = [
         COMPARE,
         "test_compare_two_kernels",
         "the ratio is B over A (handout section 6)",
-        (RATIO, "quantiles(times_b, [0.5])[0] / quantiles(times_a, [0.5])[0]"),
+        (RESULT, "return Comparison(1 / ratio, q1, q3)"),
     ),
     bug(
         "compare-quartiles-upside-down",
@@ -803,12 +872,15 @@ STEP_5 = [
         (RATIOS, "[b / a for a, b in zip(times_a, times_b, strict=True)]"),
     ),
     bug(
-        "compare-median-of-ratios",
+        "compare-ratio-of-medians",
         5,
         COMPARE,
-        "test_compare_is_the_ratio_of_medians",
-        "the median of the pairs' ratios is returned as the ratio (handout section 6)",
-        (RATIO, f"quantiles({RATIOS}, [0.5])[0]"),
+        "test_compare_is_the_median_of_the_pairs",
+        "A's median is divided by B's: the ratio is not taken pair by pair (handout section 6)",
+        (
+            RESULT,
+            "ratio = quantiles(times_a, [0.5])[0] / quantiles(times_b, [0.5])[0]\n    " + RESULT,
+        ),
     ),
     bug(
         "compare-ratio-of-means",
@@ -816,15 +888,15 @@ STEP_5 = [
         COMPARE,
         "test_compare_outlier",
         "the ratio is that of two means, which one slow call moves (handout section 6)",
-        (RATIO, "sum(times_a) / sum(times_b)"),
+        (RESULT, "return Comparison(sum(times_a) / sum(times_b), q1, q3)"),
     ),
     bug(
         "compare-ratio-of-minima",
         5,
         COMPARE,
-        "test_compare_is_the_ratio_of_medians",
+        "test_compare_is_the_median_of_the_pairs",
         "the ratio is that of the two fastest calls",
-        (RATIO, "min(times_a) / min(times_b)"),
+        (RESULT, "return Comparison(min(times_a) / min(times_b), q1, q3)"),
     ),
     bug(
         "compare-quartiles-unpaired",
@@ -832,7 +904,11 @@ STEP_5 = [
         COMPARE,
         "test_compare_quartiles_are_of_the_pairs",
         "the quartiles are those of A over the median of B: what hits both counts (section 6)",
-        (RATIOS, "[a / quantiles(times_b, [0.5])[0] for a in times_a]"),
+        (
+            RESULT,
+            "middle = quantiles(times_b, [0.5])[0]\n"
+            "    q1, q3 = quantiles([a / middle for a in times_a], [0.25, 0.75])\n    " + RESULT,
+        ),
     ),
     bug(
         "compare-sorted-pairs",
@@ -862,7 +938,7 @@ STEP_5 = [
         COMPARE,
         "test_compare_random_times",
         "the smallest and the largest ratio are returned as quartiles",
-        ("[0.25, 0.75]", "[0.0, 1.0]"),
+        ("[0.25, 0.5, 0.75]", "[0.0, 0.5, 1.0]"),
     ),
     bug(
         "compare-quartiles-swapped",
@@ -927,6 +1003,74 @@ STEP_5 = [
             "    times_a, times_b = found[fn_a], found[fn_b]\n"
             "    times_a, times_b = times_a[:pairs], times_b[:pairs]\n",
         ),
+    ),
+    bug(
+        "compare-warms-up-a-set",
+        5,
+        COMPARE,
+        "test_compare_with_itself",
+        "the functions to warm up are a set or a dict, and a function and itself count once",
+        (
+            "    for _ in range(warmup):\n        fn_a()\n        fn_b()\n",
+            "    for fn in dict.fromkeys((fn_a, fn_b)):\n"
+            "        for _ in range(warmup):\n            fn()\n",
+        ),
+    ),
+    bug(
+        "compare-plain-tuple",
+        5,
+        COMPARE,
+        "test_compare_two_kernels",
+        "a plain tuple is returned, not a Comparison",
+        (RESULT, "return ratio, q1, q3"),
+    ),
+    bug(
+        "compare-swallows-errors",
+        5,
+        COMPARE,
+        "test_compare_lets_errors_through",
+        "an error in one of the functions is caught, and its time counts",
+        (
+            "            times.append(time_call_ms(fn, clock, synchronize))",
+            "            try:\n"
+            "                times.append(time_call_ms(fn, clock, synchronize))\n"
+            "            except ZeroDivisionError:\n"
+            "                times.append(1.0)",
+        ),
+    ),
+    bug(
+        "compare-default-waits-for-nothing",
+        5,
+        COMPARE,
+        "test_compare_waits_for_a_real_gpu_by_default",
+        "the default of synchronize does nothing, so that a real GPU is not waited for",
+        (DEFAULT, NO_WAIT),
+    ),
+    waste(
+        "compare-capped",
+        5,
+        COMPARE,
+        "test_compare_random_times",
+        "no more than 100 pairs are made, whatever was asked for",
+        ("for i in range(pairs):", "for i in range(min(pairs, 100)):"),
+    ),
+    cheat(
+        "compare-itself-is-one",
+        5,
+        "test_compare_with_itself",
+        "a function compared with itself is given a ratio of 1",
+        "",
+        (RESULT, "return Comparison(1.0 if fn_a is fn_b else ratio, q1, q3)"),
+        inside=COMPARE,
+    ),
+    cheat(
+        "compare-near-one-is-one",
+        5,
+        "test_compare_on_a_device_that_drifts",
+        "a ratio near 1 is rounded to 1",
+        "",
+        (RESULT, "return Comparison(1.0 if abs(ratio - 1) < 0.012 else ratio, q1, q3)"),
+        inside=COMPARE,
     ),
     bug(
         "compare-takes-no-pairs",

@@ -90,7 +90,8 @@ def time_call_ms(
 
     Returns:
         Milliseconds: the launches, the kernels and the waiting of this call, and nothing of what
-        the device was asked for before it.
+        the device was asked for before it. Nothing is subtracted, and nothing but fn and
+        synchronize runs between the two readings of the clock. An error in fn is not caught.
     """
     synchronize()
     start = clock()
@@ -109,7 +110,8 @@ def median_time_ms(
     """Median time of a call, each call timed by itself, after a warm-up that does not count.
 
     Args:
-        fn: what to time; called warmup + repeats times, without arguments.
+        fn: what to time; called warmup + repeats times, without arguments, each time that
+            median_time_ms is called: nothing is remembered from one measurement to the next.
         warmup: calls before the first timed one, from 0 up.
         repeats: timed calls, from 1 up.
         clock, synchronize: as in time_call_ms.
@@ -151,36 +153,6 @@ def achieved(work: float, ms: float, unit: str) -> float:
     return work / (1e-3 * ms) / UNITS[unit]
 
 
-def visible_pairs(T: int, S: int, causal: bool, window: int | None = None) -> int:
-    """How many pairs of a query and a key attention has to look at: what its FLOPs are counted by.
-
-    Args:
-        T: number of queries. S: number of keys. Both from 1 up.
-        causal: False: every query sees every key. True: the queries are the newest of the S
-            tokens, so query i (from 0) stands at position p = i + S - T and sees keys 0 to p.
-        window: None, or W from 1 up, for causal only: of those keys only the last W, that is keys
-            p - W + 1 to p.
-
-    Returns:
-        The number of pairs, exactly. A query whose position lies before key 0 sees none.
-
-    Raises:
-        ValueError: T, S or window is not such a number, or a window without causal.
-    """
-    _check_count(1, T=T, S=S)
-    if window is not None:
-        _check_count(1, window=window)
-        if not causal:
-            raise ValueError(f"a window needs causal=True: got causal={causal}, window={window}")
-    if not causal:
-        return T * S
-    pairs = 0
-    for p in range(S - T, S):
-        seen = max(0, p + 1)
-        pairs += seen if window is None else min(seen, window)
-    return pairs
-
-
 # ---------------------------------------------------------------- step 4
 def buffers_to_defeat_cache(bytes_per_call: int, cache_bytes: int) -> int:
     """How many sets of buffers to use in turn, so that no call finds its data in the cache.
@@ -210,7 +182,8 @@ def rotate(fn: Callable[..., object], inputs: Sequence[tuple]) -> Callable[[], o
             from the start.
 
     Returns:
-        The function. It returns what fn returns, and keeps its own place among the inputs.
+        The function. It returns what fn returns, may be called any number of times, and keeps its
+        own place among the inputs, whatever other rotations exist of the same fn and inputs.
 
     Raises:
         ValueError: inputs is empty.
@@ -229,10 +202,10 @@ def rotate(fn: Callable[..., object], inputs: Sequence[tuple]) -> Callable[[], o
 
 # ---------------------------------------------------------------- step 5
 class Comparison(NamedTuple):
-    """How A compares with B: below 1, A is faster; q1 and q3 bound the middle half of the pairs."""
+    """How A compares with B, pair by pair: below 1, A is faster."""
 
-    ratio: float
-    q1: float
+    ratio: float  # median of the pairs' ratios
+    q1: float  # between q1 and q3 lies the middle half of them
     q3: float
 
 
@@ -247,16 +220,18 @@ def compare(
     """Compares two functions on a device that drifts, by timing them in turn.
 
     Args:
-        fn_a, fn_b: what to compare; each is called warmup + pairs times, without arguments.
+        fn_a, fn_b: what to compare; each is called warmup + pairs times, without arguments. They
+            may be the same function, which is then called for both.
         pairs: timed pairs of one call each, from 1 up. The order changes from pair to pair: A B,
-            then B A, then A B and so on, so that neither is always the later one.
+            then B A, then A B and so on, so that neither is always the later one. Prefer an even
+            number: a steady drift cancels only between a pair and its mirror image.
         warmup: calls of each before the first pair, not timed, from 0 up.
-        clock, synchronize: as in time_call_ms; each call is timed as time_call_ms does.
+        clock, synchronize: as in time_call_ms; each call is timed as time_call_ms does. The clock
+            must be fine enough that no time is 0: dividing by it is an error.
 
     Returns:
-        ratio: the median time of A over the median time of B.
-        q1, q3: the quartiles (0.25 and 0.75, as `quantiles` defines them) of the ratios a / b, a
-            and b the two times of one pair.
+        A Comparison: median, lower and upper quartile (0.5, 0.25 and 0.75, as `quantiles` defines
+        them) of the ratios a / b, where a and b are the two times of one pair.
 
     Raises:
         ValueError: pairs or warmup is not such a number; nothing is called then.
@@ -271,6 +246,6 @@ def compare(
         turns = [(fn_a, times_a), (fn_b, times_b)]
         for fn, times in turns if i % 2 == 0 else reversed(turns):
             times.append(time_call_ms(fn, clock, synchronize))
-    ratio = quantiles(times_a, [0.5])[0] / quantiles(times_b, [0.5])[0]
-    q1, q3 = quantiles([a / b for a, b in zip(times_a, times_b, strict=True)], [0.25, 0.75])
+    ratios = [a / b for a, b in zip(times_a, times_b, strict=True)]
+    q1, ratio, q3 = quantiles(ratios, [0.25, 0.5, 0.75])
     return Comparison(ratio, q1, q3)

@@ -1,10 +1,11 @@
 """Lab 03, your file: FLOPs, bytes and time of attention, predicted before anything is measured.
 
-Write the nine places marked TODO, in order; everything else is given. The handout, README.md beside
-this file, leads through them. See where you stand with: pytest labs/03_roofline
+Write the eleven places marked TODO, in order; everything else is given. The handout, README.md
+beside this file, leads through them. See where you stand with: pytest labs/03_roofline
 
-Plain Python numbers, no tensors; round nothing. Letters: B batch, H heads, T sequence length, D
-head dim. Units: FLOP, bytes, FLOP/s, bytes/s; times in ms, the cost of a launch in us.
+Plain Python numbers, no tensors. Counts are ints; nothing is rounded. Letters: B batch, H heads,
+T sequence length, D head dim. Units: FLOP, bytes, FLOP/s, bytes/s; times in ms, the cost of a
+launch in us.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ def visible_pairs(queries, keys, causal, window=None):
         window: most keys that a query sees, itself included; None for no limit. Needs causal.
 
     Returns:
-        The number of pairs, a whole number. No mask is made: the count needs memory for a few
-        numbers, whatever the sizes, and time in proportion to `queries` at most.
+        The number of pairs, exact, an int. No mask is made: memory and time grow with `queries` at
+        most, never with queries times keys.
 
     Raises:
         ValueError: a size or a window below 1, a window without causal, a causal that is no bool.
@@ -192,7 +193,7 @@ def attention_flops(batch, heads, seq, head_dim, causal):
         causal: whether a query is kept from seeing later keys.
 
     Returns:
-        FLOP of both products together, a whole number.
+        FLOP of both products together, exact, an int.
 
     Raises:
         ValueError: a size below 1, or a causal that is no bool.
@@ -211,7 +212,7 @@ def scores_bytes(batch, heads, seq, dtype_bytes):
         batch, heads, seq: B, H and T. dtype_bytes: bytes of one score.
 
     Returns:
-        Bytes, a whole number.
+        Bytes, an int.
 
     Raises:
         ValueError: a size below 1.
@@ -227,11 +228,12 @@ def attention_bytes(batch, heads, seq, head_dim, causal, dtype_bytes):
 
     Args:
         batch, heads, seq, head_dim: B, H, T and D.
-        causal: has no influence; here so that the four functions take the same five first.
+        causal: has no influence; here so that this function and the next two begin with the same
+            five arguments, (batch, heads, seq, head_dim, causal).
         dtype_bytes: bytes of one element.
 
     Returns:
-        Bytes, a whole number: no correct code can move fewer.
+        Bytes, an int: no correct code can move fewer.
 
     Raises:
         ValueError: a size below 1, or a causal that is no bool.
@@ -244,17 +246,18 @@ def attention_bytes(batch, heads, seq, head_dim, causal, dtype_bytes):
 
 
 def naive_attention_bytes(batch, heads, seq, head_dim, causal, dtype_bytes):
-    """Bytes moved by attention as five PyTorch operations, each with its own trip to memory.
+    """Bytes moved by attention as separate PyTorch operations, each with its own trip to memory.
 
-    The operations of lab 06's naive_attention: the product q k^T, the division by sqrt(D), when
-    causal masked_fill, softmax, the product with v. When causal also a mask of 1 byte an element,
-    one for all heads, is written by ones, read and written by triu, and read by masked_fill.
+    Counted by the operation: each reads its inputs once and writes its output once. They are the
+    product q k^T, the division by sqrt(D), when causal masked_fill, softmax, the product with v.
+    When causal also a mask of 1 byte an element, one for all heads, is written by ones, read and
+    written by triu, and read by masked_fill.
 
     Args:
         batch, heads, seq, head_dim, causal, dtype_bytes: as in `attention_bytes`.
 
     Returns:
-        Bytes, a whole number: every operation reads its inputs and writes its output, once.
+        Bytes, an int.
 
     Raises:
         ValueError: a size below 1, or a causal that is no bool.
@@ -280,7 +283,7 @@ def flash_attention_bytes(batch, heads, seq, head_dim, causal, dtype_bytes, bloc
         block_m, block_n: rows of a query tile and of a key tile, any number from 1 up.
 
     Returns:
-        Bytes asked for, a whole number. Caches are not in this count: of what is asked for twice,
+        Bytes asked for, an int. Caches are not in this count: of what is asked for twice,
         DRAM may see less.
 
     Raises:
@@ -315,23 +318,41 @@ def ridge_point(peak_flops, bandwidth):
     raise NotImplementedError("lab 03 step 3: write ridge_point")
 
 
-def bound_by(work, card, launch_us=0.0):
-    """Which of three limits takes the longest: arithmetic, memory, or starting the kernels.
+def limits(work, card, launch_us=0.0):
+    """The three times that a piece of work takes at the least: arithmetic, memory, launches.
 
     Args:
-        work: Work. card: Card.
+        work: Work; each of its launches counts.
+        card: Card.
         launch_us: microseconds that the host needs to start one kernel.
 
     Returns:
-        "compute", "memory" or "launch". Of two that take equally long, the one named first here.
+        A dict of three times in ms: "compute", "memory", "launch", in this order. A time is 0
+        where there is nothing of its kind to do.
 
     Raises:
         ValueError: launch_us is negative or not finite.
     """
     _check_from_zero(launch_us=launch_us)
-    # TODO step 3, second half (about 6 lines; handout section 4)
-    #   three times in one unit; the name of the longest
-    #   mind: every kernel is launched; equal times go to the name that comes first
+    # TODO step 3, second part (about 5 lines; handout section 4)
+    #   a dict of three times in ms: what is to be done, divided by how much of it goes in a second
+    raise NotImplementedError("lab 03 step 3: write limits")
+
+
+def bound_by(work, card, launch_us=0.0):
+    """Which of the three limits takes the longest.
+
+    Args:
+        work, card, launch_us: as in `limits`.
+
+    Returns:
+        "compute", "memory" or "launch". Of two that take equally long, the one named first here.
+
+    Raises:
+        ValueError: as `limits`.
+    """
+    # TODO step 3, last part (about 2 lines; handout section 4)
+    #   the name of the longest of the three; equal times go to the name that comes first
     raise NotImplementedError("lab 03 step 3: write bound_by")
 
 
@@ -343,30 +364,29 @@ def predict_ms(work, card, launch_us=0.0):
     host starts the next kernel. So the longest of the three counts, and not their sum.
 
     Args:
-        work: Work. card: Card.
-        launch_us: microseconds that the host needs to start one kernel.
+        work, card, launch_us: as in `limits`.
 
     Returns:
         ms, a lower bound.
 
     Raises:
-        ValueError: launch_us is negative or not finite.
+        ValueError: as `limits`.
     """
-    _check_from_zero(launch_us=launch_us)
-    # TODO step 4 (about 3 lines; handout section 5)
-    #   the same three times; the longest, in ms
+    # TODO step 4 (1 line; handout section 5)
+    #   what do three limits that overlap make together?
     raise NotImplementedError("lab 03 step 4: write predict_ms")
 
 
 def naive_work(batch, heads, seq, head_dim, causal, dtype_bytes) -> Work:
     """Work of lab 06's naive_attention. Given; arguments as in `naive_attention_bytes`.
 
-    Its products compute the whole square, also when causal. Kernels: product, division, softmax,
-    product; when causal ones and triu for the mask, a copy and a fill for masked_fill.
+    Its products compute the whole square, also when causal. Launches are counted like the bytes, by
+    the operation: product, division, softmax, product; when causal also ones, triu, masked_fill.
+    (PyTorch runs masked_fill as two kernels, a copy and a fill: in truth it is one more.)
     """
     flops = attention_flops(batch, heads, seq, head_dim, False)
     nbytes = naive_attention_bytes(batch, heads, seq, head_dim, causal, dtype_bytes)
-    return Work(flops, nbytes, launches=8 if causal else 4)
+    return Work(flops, nbytes, launches=7 if causal else 4)
 
 
 def flash_work(batch, heads, seq, head_dim, causal, dtype_bytes, block_m, block_n=64) -> Work:
@@ -387,19 +407,26 @@ def roofline_plot(points, card, path: str | Path) -> Path:
     """Draws points under the roof of a card, both axes logarithmic, and saves the picture.
 
     What the picture holds:
-    - From left to right FLOP a byte, upwards TFLOP/s; the axis labels say so in these words.
+    - From left to right FLOP a byte, upwards TFLOP/s; each axis label holds its own of these words
+      and not the other's.
     - The roof: bandwidth times intensity up to the ridge point, peak_flops from there on. It
-      reaches from the leftmost point to the rightmost, over the ridge point at least.
-    - Every point at (work.intensity, tflops). Measured ones are filled, predicted ones hollow
-      (face colour "none"). Its note, where it has one, stands beside it.
-    - A legend with the name of each kind of point once. A kind that is predicted says so there:
-      its text contains "predicted, not measured". No such words where all points are measured.
-    - The card's name and source.
+      reaches from the leftmost point to the rightmost, over the ridge point at least. No other
+      line without marks rises above it; upright lines may.
+    - One mark for each point, at (work.intensity, tflops), wherever that is, also above the roof;
+      no other marks. Measured ones are filled, predicted ones hollow (face colour "none" or white).
+      Names differ in colour or marker, as long as there are no more names than COLOURS.
+    - The note of each point that has one, less than an inch from its mark.
+    - A legend, also for a single point, with one entry for each kind. A kind is a name with all of
+      its measured points, or with all of its predicted ones. The entry holds the name, and for
+      predicted points also the words "predicted, not measured".
+    - The card's name and source. Nothing of this is transparent, or white on white.
 
     Args:
-        points: Points, any number; a name may have measured and predicted ones.
+        points: list of Points, any number; a name may have measured and predicted ones. The list is
+            left as it is.
         card: Card.
-        path: of the PNG, text or Path; its folder is made where it is missing.
+        path: of the PNG, text or Path; its folder is made where it is missing. Written with
+            savefig (or the canvas's print_png), once.
 
     Returns:
         The path as a Path. No figure stays open in pyplot.

@@ -8,7 +8,8 @@ from labs._harness.mutants import Mutant
 PAIRS, FLOPS = "visible_pairs", "attention_flops"
 SCORES, IDEAL = "scores_bytes", "attention_bytes"
 NAIVE, FLASH = "naive_attention_bytes", "flash_attention_bytes"
-RIDGE, BOUND, PREDICT, PLOT = "ridge_point", "bound_by", "predict_ms", "roofline_plot"
+RIDGE, LIMITS, BOUND = "ridge_point", "limits", "bound_by"
+PREDICT, PLOT = "predict_ms", "roofline_plot"
 
 
 def bug(id, step, inside, caught_by, teaches, *edits, append=""):
@@ -133,6 +134,51 @@ def visible_pairs(queries, keys, causal, window=None):
     return int(visible.sum())
 """,
     ),
+    waste(
+        "pairs-full-mask",
+        1,
+        "test_visible_pairs_makes_no_mask",
+        "a mask of ones is made where nothing is hidden (handout section 2)",
+        """
+def visible_pairs(queries, keys, causal, window=None, counted=visible_pairs):
+    import numpy as np
+
+    if not causal and window is None and isinstance(causal, bool) and queries * keys < 2**30:
+        _check_sizes(causal, queries=queries, keys=keys)
+        return int(np.ones((queries, keys), dtype=bool).sum())
+    return counted(queries, keys, causal, window)
+""",
+    ),
+    bug(
+        "pairs-float-formula",
+        1,
+        PAIRS,
+        "test_visible_pairs_long_and_exact",
+        "a closed formula is computed with / and has the 53 bits of a float (handout section 2)",
+        (
+            "    return sum(min(max(0, keys - queries + i + 1), most) for i in range(queries))",
+            "    def first(n):  # pairs of the first n tokens\n"
+            "        m = min(max(n, 0), most)\n"
+            "        return m * (m + 1) / 2 + (max(n, 0) - m) * m\n\n"
+            "    return int(first(keys) - first(keys - queries))",
+        ),
+    ),
+    bug(
+        "pairs-a-float",
+        1,
+        PAIRS,
+        "test_visible_pairs_matches_a_counted_mask",
+        "a count is returned as a float (handout section 2)",
+        ("return queries * keys", "return 1.0 * queries * keys"),
+    ),
+    bug(
+        "flops-float",
+        1,
+        FLOPS,
+        "test_attention_flops_pins",
+        "half is taken with /, which makes a float (handout section 2)",
+        ("full // 2", "full / 2"),
+    ),
     bug(
         "flops-not-halved",
         1,
@@ -215,6 +261,22 @@ STEP_2 = [
         ("batch * heads * seq * seq", "batch * seq * seq"),
     ),
     bug(
+        "scores-not-refused",
+        2,
+        SCORES,
+        "test_bytes_reject",
+        "a batch of none is not refused",
+        ("check_blocks(batch=batch, heads=heads, seq=seq,", "check_blocks(heads=heads, seq=seq,"),
+    ),
+    bug(
+        "ideal-a-float",
+        2,
+        IDEAL,
+        "test_bytes_of_tensors",
+        "a count is returned as a float (handout section 3)",
+        ("return 4 *", "return 4.0 *"),
+    ),
+    bug(
         "ideal-no-output",
         2,
         IDEAL,
@@ -285,6 +347,14 @@ STEP_2 = [
         "test_naive_attention_bytes_of_operations_that_run",
         "the mask is counted in the dtype of q: it has 1 byte an element (handout section 3)",
         ("mask = 4 * seq * seq", "mask = 4 * seq * seq * dtype_bytes"),
+    ),
+    bug(
+        "naive-small-mask",
+        2,
+        NAIVE,
+        "test_naive_attention_bytes_pins",
+        "the mask of elements of 1 byte is counted by halves (handout section 3)",
+        ("mask = 4 * seq * seq", "mask = (4 if dtype_bytes > 1 else 2) * seq * seq"),
     ),
     bug(
         "naive-half-when-causal",
@@ -438,6 +508,87 @@ STEP_3 = [
         ("peak_flops / bandwidth", "peak_flops / (bandwidth or 1)"),
     ),
     bug(
+        "limits-inverted",
+        3,
+        LIMITS,
+        "test_limits_are_three_times_in_ms",
+        "a rate is divided by the work (handout section 4)",
+        ("1e3 * work.nbytes / card.bandwidth", "1e3 * card.bandwidth / max(work.nbytes, 1)"),
+    ),
+    bug(
+        "limits-seconds",
+        3,
+        LIMITS,
+        "test_limits_are_three_times_in_ms",
+        "two of the times are in seconds (handout section 4)",
+        ("1e3 * work.flops", "work.flops"),
+        ("1e3 * work.nbytes", "work.nbytes"),
+    ),
+    bug(
+        "limits-launch-in-ms",
+        3,
+        LIMITS,
+        "test_bound_by_launches",
+        "microseconds are taken for ms (handout section 4)",
+        ("launch_us / 1e3", "launch_us"),
+    ),
+    bug(
+        "limits-no-launches",
+        3,
+        LIMITS,
+        "test_bound_by_launches",
+        "launches are left out (handout section 4)",
+        ("work.launches * launch_us / 1e3", "0.0"),
+    ),
+    bug(
+        "limits-one-launch",
+        3,
+        LIMITS,
+        "test_bound_by_launches",
+        "one launch is counted whatever the number of kernels (handout section 4)",
+        ("work.launches * launch_us", "launch_us"),
+    ),
+    bug(
+        "limits-few-launches",
+        3,
+        LIMITS,
+        "test_bound_by_launches",
+        "no more than 8 launches are counted (handout section 4)",
+        ("work.launches * launch_us", "min(work.launches, 8) * launch_us"),
+    ),
+    bug(
+        "limits-whole-microseconds",
+        3,
+        LIMITS,
+        "test_limits_are_three_times_in_ms",
+        "the cost of a launch is rounded to half microseconds",
+        ("work.launches * launch_us", "work.launches * round(2 * launch_us) / 2"),
+    ),
+    bug(
+        "limits-not-refused",
+        3,
+        LIMITS,
+        "test_limits_rejects",
+        "a negative cost of a launch is not refused",
+        ("    _check_from_zero(launch_us=launch_us)\n", ""),
+    ),
+    cheat(
+        "limits-known-cards",
+        3,
+        "test_limits_are_three_times_in_ms",
+        "the numbers are looked up in CARDS, where your own card is missing",
+        """
+def limits(work, card, launch_us=0.0):
+    _check_from_zero(launch_us=launch_us)
+    card = CARDS.get(card.name, CARDS["RTX 5060"])
+    return {
+        "compute": 1e3 * work.flops / card.peak_flops,
+        "memory": 1e3 * work.nbytes / card.bandwidth,
+        "launch": work.launches * launch_us / 1e3,
+    }
+""",
+    ),
+    bug(
         "bound-swapped",
         3,
         BOUND,
@@ -452,34 +603,10 @@ STEP_3 = [
         "test_bound_by_intensity_against_the_ridge",
         "intensity is compared with the inverse of the ridge point (handout section 4)",
         (
-            "    return max(seconds, key=seconds.get)",
+            "    return max(times, key=times.get)",
             "    ridge = card.bandwidth / card.peak_flops\n"
             '    return "compute" if work.intensity > ridge else "memory"',
         ),
-    ),
-    bug(
-        "bound-no-launches",
-        3,
-        BOUND,
-        "test_bound_by_launches",
-        "launches are left out (handout section 4)",
-        ("work.launches * launch_us * 1e-6", "0.0"),
-    ),
-    bug(
-        "bound-one-launch",
-        3,
-        BOUND,
-        "test_bound_by_launches",
-        "one launch is counted whatever the number of kernels (handout section 4)",
-        ("work.launches * launch_us", "launch_us"),
-    ),
-    bug(
-        "bound-launch-in-ms",
-        3,
-        BOUND,
-        "test_bound_by_launches",
-        "microseconds are taken for ms (handout section 4)",
-        ("launch_us * 1e-6", "launch_us * 1e-3"),
     ),
     bug(
         "bound-ties",
@@ -487,15 +614,19 @@ STEP_3 = [
         BOUND,
         "test_bound_by_equal_times",
         "of equal times the last name wins (handout section 4)",
-        ("max(seconds,", "max(reversed(seconds),"),
+        ("max(times,", "max(reversed(times),"),
     ),
     bug(
-        "bound-not-refused",
+        "bound-nearly-equal",
         3,
         BOUND,
-        "test_bound_by_rejects",
-        "a negative cost of a launch is not refused",
-        ("    _check_from_zero(launch_us=launch_us)\n", ""),
+        "test_bound_by_equal_times",
+        "times that are nearly equal are taken for equal (handout section 4)",
+        (
+            "    return max(times, key=times.get)",
+            "    longest = max(times.values())\n"
+            "    return next(name for name, ms in times.items() if ms >= 0.995 * longest)",
+        ),
     ),
     cheat(
         "bound-guessed",
@@ -516,8 +647,7 @@ STEP_4 = [
         PREDICT,
         "test_predict_ms_at_the_ridge_both_are_equal",
         "the times are added up, though they overlap (handout section 5)",
-        ("max(compute, memory, work", "sum((compute, memory, work"),
-        ("launch_us * 1e-6)", "launch_us * 1e-6))"),
+        ("return max(", "return sum("),
     ),
     bug(
         "predict-min",
@@ -525,7 +655,7 @@ STEP_4 = [
         PREDICT,
         "test_predict_ms_is_the_longest_of_three",
         "the shortest time is taken (handout section 5)",
-        ("max(compute, memory,", "min(compute, memory,"),
+        ("return max(", "return min("),
     ),
     bug(
         "predict-seconds",
@@ -533,7 +663,7 @@ STEP_4 = [
         PREDICT,
         "test_predict_ms_is_the_longest_of_three",
         "seconds are returned (handout section 5)",
-        ("return 1e3 * max(", "return max("),
+        ("return max(", "return 1e-3 * max("),
     ),
     bug(
         "predict-launch-added",
@@ -542,8 +672,8 @@ STEP_4 = [
         "test_predict_ms_launches_are_a_floor",
         "launches are added to the rest, though the host runs ahead (handout section 5)",
         (
-            "max(compute, memory, work.launches * launch_us * 1e-6)",
-            "(max(compute, memory) + work.launches * launch_us * 1e-6)",
+            "max(limits(work, card, launch_us).values())",
+            "max(limits(work, card).values()) + work.launches * launch_us / 1e3",
         ),
     ),
     bug(
@@ -552,15 +682,7 @@ STEP_4 = [
         PREDICT,
         "test_predict_ms_launches_are_a_floor",
         "one launch is counted whatever the number of kernels (handout section 5)",
-        ("work.launches * launch_us", "launch_us"),
-    ),
-    bug(
-        "predict-launch-unit",
-        4,
-        PREDICT,
-        "test_predict_ms_launches_are_a_floor",
-        "microseconds are taken for ms (handout section 5)",
-        ("launch_us * 1e-6", "launch_us * 1e-3"),
+        ("limits(work,", "limits(Work(work.flops, work.nbytes),"),
     ),
     bug(
         "predict-no-memory",
@@ -568,7 +690,7 @@ STEP_4 = [
         PREDICT,
         "test_predict_ms_of_lab_06",
         "only the arithmetic is looked at (handout section 5)",
-        ("max(compute, memory, ", "max(compute, "),
+        ("limits(work,", "limits(Work(work.flops, 0, work.launches),"),
     ),
     bug(
         "predict-launches-always",
@@ -576,7 +698,7 @@ STEP_4 = [
         PREDICT,
         "test_predict_ms_without_a_cost_of_launches",
         "a launch costs 5 microseconds even where none is given (handout section 5)",
-        ("work.launches * launch_us", "work.launches * (launch_us or 5000.0)"),
+        ("card, launch_us)", "card, launch_us or 5.0)"),
     ),
     bug(
         "predict-rounded",
@@ -584,8 +706,10 @@ STEP_4 = [
         PREDICT,
         "test_figures_of_the_handouts_times",
         "the time is rounded to whole ms",
-        ("return 1e3 * max(", "return 1.0 * round(1e3 * max("),
-        ("launch_us * 1e-6)", "launch_us * 1e-6))"),
+        (
+            "return max(limits(work, card, launch_us).values())",
+            "return 1.0 * round(max(limits(work, card, launch_us).values()))",
+        ),
     ),
     bug(
         "predict-arithmetic-hides-bytes",
@@ -593,15 +717,18 @@ STEP_4 = [
         PREDICT,
         "test_predict_ms_agrees_with_bound_by",
         "bytes are ignored as soon as there is any arithmetic (handout section 5)",
-        ("memory = work.nbytes / card", "memory = 0.0 if work.flops else work.nbytes / card"),
+        ("limits(work,", "limits(Work(work.flops, 0) if work.flops else work,"),
     ),
     bug(
-        "predict-not-refused",
+        "predict-compares-names",
         4,
         PREDICT,
-        "test_predict_ms_rejects",
-        "a negative cost of a launch is not refused",
-        ("    _check_from_zero(launch_us=launch_us)\n", ""),
+        "test_predict_ms_is_the_longest_of_three",
+        "the name that is last in the alphabet is taken, not the longest time (handout section 5)",
+        (
+            "max(limits(work, card, launch_us).values())",
+            "max(limits(work, card, launch_us).items())[1]",
+        ),
     ),
     cheat(
         "predict-one-card",
@@ -648,6 +775,26 @@ STEP_5 = [
         "test_roofline_plot_roof",
         "the slope goes on past the ridge point (handout section 6)",
         ("min(card.peak_flops, card.bandwidth * x)", "card.bandwidth * x"),
+    ),
+    bug(
+        "plot-cross",
+        5,
+        PLOT,
+        "test_roofline_plot_roof",
+        "slope and ceiling both go on past the corner: a cross, and no roof (handout section 6)",
+        (
+            '    axes.loglog(roof, heights, color="black", linewidth=2)\n',
+            "    axes.loglog([left, right], [card.bandwidth * x / 1e12 for x in (left, right)])\n"
+            "    axes.axhline(heights[-1])\n",
+        ),
+    ),
+    bug(
+        "plot-roof-unseen",
+        5,
+        PLOT,
+        "test_roofline_plot_roof",
+        "the roof is white on white",
+        ('heights, color="black"', 'heights, color="white"'),
     ),
     bug(
         "plot-roof-in-gb",
@@ -700,9 +847,128 @@ STEP_5 = [
         "plot-no-notes",
         5,
         PLOT,
-        "test_roofline_plot_points",
+        "test_roofline_plot_notes_stand_beside_their_marks",
         "the notes are left out (handout section 6)",
         ("axes.annotate(p.note,", 'axes.annotate("",'),
+    ),
+    bug(
+        "plot-notes-in-a-corner",
+        5,
+        PLOT,
+        "test_roofline_plot_notes_stand_beside_their_marks",
+        "the notes stand in a corner and not beside their marks (handout section 6)",
+        ("(p.note, place,", "(p.note, (left, heights[-1]),"),
+    ),
+    bug(
+        "plot-each-note-once",
+        5,
+        PLOT,
+        "test_roofline_plot_notes_stand_beside_their_marks",
+        "of two points with one note only the last has it (handout section 6)",
+        (
+            "    for p in points:\n        place",
+            "    for p in {p.note: p for p in points}.values():\n        place",
+        ),
+    ),
+    bug(
+        "plot-points-cut-off",
+        5,
+        PLOT,
+        "test_roofline_plot_points",
+        "points above the peak are drawn on it (handout section 6)",
+        ("[p.tflops for p in mine]", "[min(p.tflops, heights[-1]) for p in mine]"),
+    ),
+    bug(
+        "plot-points-pile-up",
+        5,
+        PLOT,
+        "test_roofline_plot_points",
+        "the second picture holds the points of the first, too",
+        (
+            '    figure = Figure(figsize=(11, 7), layout="constrained")\n'
+            "    axes = figure.subplots()\n",
+            "    if not COLOURS[6:]:\n"
+            '        COLOURS.append(Figure(figsize=(11, 7), layout="constrained"))\n'
+            "        COLOURS[6].subplots()\n"
+            "    figure = COLOURS[6]\n"
+            "    axes = figure.axes[0]\n",
+        ),
+        ("i % len(COLOURS)", "i % 6"),
+    ),
+    bug(
+        "plot-points-unseen",
+        5,
+        PLOT,
+        "test_roofline_plot_points",
+        "the marks are transparent",
+        ('            linestyle="",\n', '            linestyle="",\n            alpha=0,\n'),
+    ),
+    bug(
+        "plot-points-sorted",
+        5,
+        PLOT,
+        "test_roofline_plot_points",
+        "the caller's list of points is sorted",
+        (
+            "    figure = Figure(",
+            "    points.sort(key=lambda p: p.work.intensity)\n    figure = Figure(",
+        ),
+    ),
+    bug(
+        "plot-filled-and-hollow",
+        5,
+        PLOT,
+        "test_roofline_plot_says_what_is_predicted",
+        "a predicted point has a filled mark besides its hollow one (handout section 6)",
+        (
+            "    for p in points:\n        place",
+            "    for p in points:\n"
+            '        axes.plot(p.work.intensity, p.tflops, "k.")\n'
+            "        place",
+        ),
+    ),
+    bug(
+        "plot-one-colour",
+        5,
+        PLOT,
+        "test_roofline_plot_tells_names_apart",
+        "all names share colour and marker",
+        ("name: i % len(COLOURS)", "name: 0 * i"),
+    ),
+    bug(
+        "plot-out-of-colours",
+        5,
+        PLOT,
+        "test_roofline_plot_tells_names_apart",
+        "the seventh name finds no colour (handout section 6)",
+        ("name: i % len(COLOURS)", "name: i"),
+    ),
+    bug(
+        "plot-label-of-a-name",
+        5,
+        PLOT,
+        "test_roofline_plot_predicted_says_so_for_its_own_name",
+        "one predicted point makes all points of its name predicted (handout section 6)",
+        (
+            "label=name if measured else",
+            "label=name if all(p.measured for p in points if p.name == name) else",
+        ),
+    ),
+    bug(
+        "plot-legend-for-many",
+        5,
+        PLOT,
+        "test_roofline_plot_legend_names_each_kind_once",
+        "a single point has no legend (handout section 6)",
+        ("    if points:\n", "    if len(points) > 1:\n"),
+    ),
+    bug(
+        "plot-both-units",
+        5,
+        PLOT,
+        "test_roofline_plot_axes",
+        "a label names the units of both axes",
+        ('"intensity, FLOP a byte"', '"TFLOP/s against FLOP a byte"'),
     ),
     bug(
         "plot-all-filled",

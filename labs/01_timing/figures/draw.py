@@ -63,7 +63,7 @@ def timeline():
         begin = gpu.now
         gpu.launch(WARMUP_MS)
         timer(gpu)
-        kernels, reads = 0, []
+        kernels, launches, reads = 0, 0, []
         for who, what, start, end in gpu.log:
             x, width = 1e3 * (start - begin), 1e3 * (end - start)
             y = 1.15 if who == "host" else 0.0
@@ -75,6 +75,9 @@ def timeline():
                 facecolor=BLUE if kernels else GREY, hatch="" if kernels else "//"
             )
             ax.add_patch(Rectangle((x, y), width, 0.8, edgecolor="black", **style[what]))
+            if what == "launch":
+                launches += 1
+                ax.text(x + width / 2, y + 0.4, launches, ha="center", va="center", fontsize=10)
             if what == "kernel":
                 name = "the timed kernel, 2 ms" if kernels else "warm-up, 1.5 ms"
                 box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
@@ -100,7 +103,7 @@ def timeline():
     axes[-1].set_xlabel("time, ms (a launch is drawn 60 times too long)")
     figure.legend(
         handles=[
-            Patch(facecolor=ORANGE, edgecolor="black", label="launch"),
+            Patch(facecolor=ORANGE, edgecolor="black", label="launch 1, 2"),
             Patch(facecolor="white", edgecolor="black", hatch="...", label="host waits"),
         ],
         loc="upper right",
@@ -136,8 +139,10 @@ def drift():
             face = colour if name == "A" else "white"
             ax.plot(xs, ys, marker, color=colour, markerfacecolor=face, label=name)
             ax.axhline(medians[name], color=colour, linestyle=line, linewidth=1.4)
-        ratio = medians["A"] / medians["B"]
-        ax.set_title(f"{title}\nA/B = {ratio:.3f}", fontsize=11)
+        ratio = statistics.median(
+            a / b for (_, a), (_, b) in zip(times["A"], times["B"], strict=True)
+        )
+        ax.set_title(f"{title}\nmedian of a/b = {ratio:.3f}", fontsize=11)
         ax.set_xlabel("call")
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("ms (lines: medians)")

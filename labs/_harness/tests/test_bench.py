@@ -523,6 +523,10 @@ def test_bench_03_where_lab_06_is_not_written_yet(monkeypatch, tmp_path, capsys)
         assert line in out
 
 
+def test_figures_in_the_text_of_lab_03_stand_in_its_tables():
+    importlib.import_module("labs.03_roofline.test_roofline").check_prose()
+
+
 def test_the_measured_rates_on_lab_03s_page_are_those_of_lab_06():
     spec = importlib.util.spec_from_file_location(
         "draw_roofline", find_lab("03") / "figures" / "draw_roofline.py"
