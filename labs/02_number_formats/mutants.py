@@ -286,6 +286,98 @@ def round_to_format(x, exponent_bits, mantissa_bits, has_inf=True):
     return x.astype(np.float32).astype(np.float64)
 """,
     ),
+    bug(
+        "round-hands-x-back",
+        1,
+        ROUND,
+        "test_round_leaves_its_input_alone",
+        "x itself is returned where all of it is in the format already (handout section 2)",
+        (f"return {RESULT}", f"y = {RESULT}\n    return x if (y == x).all() else y"),
+    ),
+    bug(
+        "limits-eight-exponent-bits",
+        1,
+        LIMITS,
+        "test_format_limits",
+        "a format with 8 exponent bits is taken to have infinities (handout section 2)",
+        ("if has_inf:", "if has_inf or exponent_bits == 8:"),
+    ),
+    waste(
+        "round-by-map",
+        1,
+        "test_round_is_written_here",
+        "Python's round is mapped over the elements: a loop that counts as one line",
+        """
+def round_to_format(x, exponent_bits, mantissa_bits, has_inf=True):
+    _check_bits(exponent_bits, mantissa_bits)
+    x = np.asarray(x, dtype=np.float64)
+    largest, smallest_normal, _ = format_limits(exponent_bits, mantissa_bits, has_inf)
+    step = np.frexp(np.maximum(np.abs(x), smallest_normal))[1] - 1 - mantissa_bits
+    whole = np.ldexp(np.where(np.isfinite(x), x, 0), -step)
+    whole = np.array(list(map(round, whole.ravel())), dtype=np.float64).reshape(x.shape)
+    rounded = np.where(np.isfinite(x), np.copysign(np.ldexp(whole, step), x), x)
+    beyond = np.copysign(np.inf if has_inf else largest, x)
+    return np.where(np.abs(rounded) > largest, beyond, rounded)
+""",
+    ),
+    waste(
+        "round-by-frompyfunc",
+        1,
+        "test_round_is_written_here",
+        "np.frompyfunc calls Python's round for each element",
+        """
+_round_array, _one = round_to_format, np.frompyfunc(lambda v, f: float(_round_array(v, *f)), 2, 1)
+
+
+def round_to_format(x, exponent_bits, mantissa_bits, has_inf=True):
+    fmt = np.empty((), dtype=object)
+    fmt[()] = (exponent_bits, mantissa_bits, has_inf)
+    return np.asarray(_one(np.asarray(x, np.float64), fmt), dtype=np.float64)
+""",
+    ),
+    cheat(
+        "round-by-a-short-name",
+        1,
+        "test_round_is_written_here",
+        "NumPy's float16, called by its letter, does the rounding",
+        """
+_round_the_rest = round_to_format
+
+
+def round_to_format(x, exponent_bits, mantissa_bits, has_inf=True):
+    if (exponent_bits, mantissa_bits) == (5, 10):
+        return np.asarray(x, np.float64).astype("<e").astype(np.float64)
+    return _round_the_rest(x, exponent_bits, mantissa_bits, has_inf)
+""",
+    ),
+    cheat(
+        "round-by-the-tests",
+        1,
+        "test_round_is_written_here",
+        "the tests' own reference is looked up among the loaded modules",
+        """
+import sys
+
+
+def round_to_format(x, exponent_bits, mantissa_bits, has_inf=True):
+    _check_bits(exponent_bits, mantissa_bits)
+    tests = next(m for name, m in sys.modules.items() if name.endswith("test_number_formats"))
+    return tests.nearest(x, (exponent_bits, mantissa_bits, has_inf))
+""",
+    ),
+    bug(
+        "round-wide-formats-by-float32",
+        1,
+        ROUND,
+        "test_round_wide_formats_against_fractions",
+        "every format with more than 10 mantissa bits is taken for float32 (handout section 2)",
+        (
+            "    largest, smallest_normal, _",
+            "    if mantissa_bits > 10:\n"
+            "        return x.astype(np.float32).astype(np.float64)\n"
+            "    largest, smallest_normal, _",
+        ),
+    ),
 ]
 
 STEP_2 = [
@@ -399,6 +491,18 @@ def ulp(x, fmt):
     gap = np.spacing(np.abs(x).astype(np.float32)).astype(np.float64)
     return gap * 2.0 ** (23 - fmt.mantissa_bits)
 """,
+    ),
+    bug(
+        "ulp-tf32-as-fp16",
+        2,
+        ULP,
+        "test_ulp_below_and_above_the_format",
+        "tf32, with as many mantissa bits as fp16, is given its exponents too (handout section 3)",
+        (
+            "    largest, smallest_normal, _ = format_limits(*fmt)",
+            "    fmt = FP16 if fmt == TF32 else fmt\n"
+            "    largest, smallest_normal, _ = format_limits(*fmt)",
+        ),
     ),
 ]
 
@@ -528,7 +632,7 @@ def running_sum(terms, fmt):
         3,
         DOT,
         "test_dot_error",
-        "the error is divided by the sum, which cancels, instead of the sum of |a b| "
+        "the error is divided by the sum, which cancels, instead of the sum of absolute products "
         "(handout section 4)",
         ("np.cumsum(np.abs(a * b), axis=-1)", "np.abs(np.cumsum(a * b, axis=-1))"),
     ),
@@ -578,6 +682,125 @@ def running_sum(terms, fmt):
         "test_dot_error_does_not_hide_overflow_or_nan",
         "`size > 0` is False for NaN too, and NaN is reported as an error of 0 (handout section 4)",
         ("where=size != 0", "where=size > 0"),
+    ),
+    bug(
+        "sum-stops-for-good",
+        3,
+        SUM,
+        "test_running_sum_of_ones_stops",
+        "the first term that changes nothing ends the sum (handout section 4)",
+        (
+            "        sums[..., n] = total",
+            "        if n and (total != 0).all() and (total == sums[..., n - 1]).all():\n"
+            "            sums[..., n:] = total[..., None]\n"
+            "            break\n"
+            "        sums[..., n] = total",
+        ),
+    ),
+    bug(
+        "sum-infinity-minus-infinity",
+        3,
+        SUM,
+        "test_running_sum_overflow",
+        "an infinite accumulator stays infinite, even when -inf is added (handout section 4)",
+        (
+            "        sums[..., n] = total",
+            "        if n:\n"
+            "            total = np.where(np.isinf(sums[..., n - 1]), sums[..., n - 1], total)\n"
+            "        sums[..., n] = total",
+        ),
+    ),
+    bug(
+        "sum-begins-with-the-first-term",
+        3,
+        SUM,
+        "test_running_sum_keeps_shapes",
+        "the accumulator starts with the first term, not at 0, and -0.0 stays (handout section 4)",
+        ("total + terms[..., n], *fmt", "total + terms[..., n] if n else terms[..., 0], *fmt"),
+    ),
+    bug(
+        "sum-one-buffer",
+        3,
+        "",
+        "test_running_sum_keeps_shapes",
+        "results of one shape share one buffer, and the next call overwrites them",
+        ("sums = np.empty_like(terms)", "sums = _BUFFERS.setdefault(terms.shape, terms.copy())"),
+        append="_BUFFERS = {}",
+    ),
+    bug(
+        "sum-in-blocks",
+        3,
+        SUM,
+        "test_running_sum_of_any_format",
+        "blocks of 1024 terms are summed apart and added up: a better sum, not this one "
+        "(handout section 4)",
+        (
+            "    return sums",
+            "    for start in range(1024, terms.shape[-1], 1024):\n"
+            "        part = running_sum(terms[..., start : start + 1024], fmt)\n"
+            "        part = round_to_format(part + sums[..., start - 1 : start], *fmt)\n"
+            "        sums[..., start : start + 1024] = part\n"
+            "    return sums",
+        ),
+    ),
+    bug(
+        "dot-in-place",
+        3,
+        DOT,
+        "test_dot_error_keeps_shapes",
+        "the products are written into a: np.asarray does not copy float64",
+        (
+            "    size = np.cumsum(np.abs(a * b), axis=-1)",
+            "    a *= b\n    size = np.cumsum(np.abs(a), axis=-1)",
+        ),
+    ),
+    bug(
+        "dot-along-axis-1",
+        3,
+        DOT,
+        "test_dot_error_keeps_shapes",
+        "the exact sums run along axis 1, which is the last one of a matrix only "
+        "(handout section 4)",
+        ("np.cumsum(a * b, axis=-1)", "np.cumsum(a * b, axis=min(1, a.ndim - 1))"),
+    ),
+    bug(
+        "dot-squeezed",
+        3,
+        DOT,
+        "test_dot_error_keeps_shapes",
+        "axes of length 1 are dropped (handout section 4)",
+        (
+            "return np.divide(error, size, out=np.zeros_like(size), where=size != 0)",
+            "return np.squeeze(np.divide(error, size, out=np.zeros_like(size), where=size != 0))",
+        ),
+    ),
+    bug(
+        "dot-at-most-1",
+        3,
+        DOT,
+        "test_dot_error",
+        "the error is cut off at 1 (handout section 4)",
+        (
+            "error = np.abs(running",
+            "limit = np.cumsum(np.abs(a * b), axis=-1)\n    error = np.abs(running",
+        ),
+        (
+            "np.divide(error, size",
+            "np.divide(np.where(np.isinf(error), error, np.minimum(error, limit)), size",
+        ),
+    ),
+    bug(
+        "dot-hides-infinite-inputs",
+        3,
+        DOT,
+        "test_dot_error_does_not_hide_overflow_or_nan",
+        "inputs that overflow are cut to the largest number (handout section 4)",
+        (
+            "products = round_to_format(a, *inputs) * round_to_format(b, *inputs)",
+            "top = format_limits(*inputs)[0]\n"
+            "    products = round_to_format(np.clip(a, -top, top), *inputs)\n"
+            "    products = products * round_to_format(np.clip(b, -top, top), *inputs)",
+        ),
     ),
 ]
 
@@ -743,6 +966,66 @@ def softmax(x, fmt, accumulator=FP32, safe=True):
     return round_to_format(p / p.sum(axis=-1, keepdims=True), *fmt)
 """,
     ),
+    bug(
+        "softmax-in-place",
+        4,
+        SOFTMAX,
+        "test_softmax_properties",
+        "the rounded scores are written into x: np.asarray does not copy float64",
+        ("        x = round_to_format(x, *fmt)\n", "        x[...] = round_to_format(x, *fmt)\n"),
+    ),
+    bug(
+        "softmax-maximum-from-minus-10000",
+        4,
+        SOFTMAX,
+        "test_softmax_unsafe_overflows_where_exp_range_says",
+        "the search for the maximum starts at -10,000, and no maximum is smaller "
+        "(handout section 5)",
+        ("x.max(axis=-1, keepdims=True)", "x.max(axis=-1, keepdims=True, initial=-1e4)"),
+    ),
+    bug(
+        "softmax-quotient-through-float32",
+        4,
+        SOFTMAX,
+        "test_softmax",
+        "the quotient is rounded to float32 first: two roundings for one (handout section 5)",
+        ("round_to_format(p / l, *fmt)", "round_to_format((p / l).astype(np.float32), *fmt)"),
+    ),
+    bug(
+        "softmax-mask-without-infinity",
+        4,
+        SOFTMAX,
+        "test_softmax_masked_and_broken_rows",
+        "a masked score makes the row NaN in a format without infinity (handout section 5)",
+        (
+            "        x = round_to_format(x, *fmt)\n",
+            "        x = np.where(np.isinf(x) & (not fmt.has_inf), np.nan, x)\n"
+            "        x = round_to_format(x, *fmt)\n",
+        ),
+    ),
+    bug(
+        "softmax-unsafe-hides-nan",
+        4,
+        SOFTMAX,
+        "test_softmax_masked_and_broken_rows",
+        "an unsafe row without any weight, or with NaN, becomes 0 (handout section 5)",
+        (
+            "return round_to_format(p / l, *fmt)",
+            "p = round_to_format(p / l, *fmt)\n"
+            "        return p if safe else np.where(np.isfinite(l), np.nan_to_num(p), 0.0)",
+        ),
+    ),
+    bug(
+        "softmax-e5m2-as-e4m3",
+        4,
+        SOFTMAX,
+        "test_softmax",
+        "both 8-bit formats are taken for e4m3 (handout section 5)",
+        (
+            "        x = round_to_format(x, *fmt)\n",
+            "        fmt = E4M3 if fmt == E5M2 else fmt\n        x = round_to_format(x, *fmt)\n",
+        ),
+    ),
 ]
 
 AMAX = "np.abs(x).max(axis=-1, keepdims=True)"
@@ -769,7 +1052,7 @@ STEP_5 = [
         5,
         QUANT,
         "test_quantize_rows_zeros_and_signs",
-        "the largest x is taken, not the largest |x| (handout section 6)",
+        "the largest x is taken, not the largest absolute value (handout section 6)",
         (AMAX, "x.max(axis=-1, keepdims=True)"),
     ),
     bug(
@@ -903,6 +1186,54 @@ STEP_5 = [
         "test_output_row",
         "v is rounded as well (handout section 6)",
         (" @ v ", " @ round_to_format(v, *fmt) "),
+    ),
+    bug(
+        "quantize-hides-lone-infinity",
+        5,
+        QUANT,
+        "test_quantize_rows_does_not_hide_nan_or_infinity",
+        "-inf becomes the most negative number, where the row has no +inf (handout section 6)",
+        (
+            f"amax = {AMAX}",
+            "x = np.where(np.isneginf(x), x.min(where=x > -np.inf, initial=0), x)\n"
+            f"    amax = {AMAX}",
+        ),
+    ),
+    bug(
+        "quantize-scale-in-float32",
+        5,
+        QUANT,
+        "test_quantize_rows_zeros_and_signs",
+        "the scale is a float32, which ends at 2^-149 and 2^128 (handout section 6)",
+        (
+            "return round_to_format(x / scale",
+            "scale = scale.astype(np.float32).astype(np.float64)\n"
+            "        return round_to_format(x / scale",
+        ),
+    ),
+    bug(
+        "output-square-v-transposed",
+        5,
+        OUTPUT,
+        "test_output_row",
+        "v is transposed where N equals D and no shape complains (handout section 6)",
+        (" @ v ", " @ (v.T if v.ndim == 2 and len(v) == v.shape[1] else v) "),
+    ),
+    bug(
+        "output-scores-clipped",
+        5,
+        OUTPUT,
+        "test_output_row_masked_and_broken",
+        "scores are clipped, and a masked one keeps a little weight (handout section 6)",
+        ("np.exp(s - s.max())", "np.exp(np.maximum(s - s.max(), -50.0))"),
+    ),
+    bug(
+        "output-hides-nan",
+        5,
+        OUTPUT,
+        "test_output_row_masked_and_broken",
+        "NaN in v becomes 0 (handout section 6)",
+        (" @ v ", " @ np.nan_to_num(v) "),
     ),
     cheat(
         "output-pinned",

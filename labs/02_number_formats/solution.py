@@ -75,18 +75,19 @@ def round_to_format(x, exponent_bits, mantissa_bits, has_inf=True):
     """The nearest number of a format; of two equally near ones the one with an even mantissa.
 
     Rounded once, in float64 or in integers: no half-precision type of NumPy or torch is used.
-    Whole arrays at a time: no Python loop over elements. IEEE 754-2019, section 4.3.1
-    (roundTiesToEven) and 7.4 (overflow); Micikevicius et al., "FP8 formats for deep learning"
-    (2022), section 3, for formats without infinity.
+    Whole arrays at a time: no Python loop over elements, nor one in disguise (map, tolist,
+    np.vectorize, np.frompyfunc). IEEE 754-2019, section 4.3.1 (roundTiesToEven) and 7.4
+    (overflow); Micikevicius et al., "FP8 formats for deep learning" (2022), section 3, for formats
+    without infinity.
 
     Args:
         x: number or array of any shape, read as float64.
         exponent_bits, mantissa_bits, has_inf: the format, see format_limits.
 
     Returns:
-        float64 array of the shape of x. The sign is kept, also of 0. Subnormal numbers are numbers
-        like others. What rounds to a number past the largest one becomes infinity, or where the
-        format has none the largest number, and so does infinity then. NaN stays NaN.
+        New float64 array of the shape of x. The sign is kept, also of 0. Subnormal numbers are
+        numbers like others. What rounds past the largest number becomes +-infinity; in a format
+        without infinity, +-the largest number, as does infinity itself. NaN stays NaN.
 
     Raises:
         ValueError: exponent_bits or mantissa_bits out of range.
@@ -129,15 +130,15 @@ def ulp(x, fmt):
 def running_sum(terms, fmt):
     """Partial sums from left to right in an accumulator of a format.
 
-    The accumulator starts at 0; after each addition, done in float64, it is rounded to the format.
-    The terms are not rounded. One Python loop, along the last axis.
+    The accumulator starts at +0.0; after each addition, done in float64, it is rounded to the
+    format. The terms are not rounded. One Python loop, along the last axis.
 
     Args:
         terms: (..., N) array, read as float64; the leading axes are sums of their own.
         fmt: the Format of the accumulator.
 
     Returns:
-        (..., N) float64: the accumulator after 1, 2, ... N terms.
+        (..., N) float64, a new array: the accumulator after 1, 2, ... N terms. inf - inf is NaN.
 
     Raises:
         ValueError: N is 0, or there is no axis.
@@ -167,7 +168,8 @@ def dot_error(a, b, inputs, accumulator):
 
     Returns:
         (..., N) float64: |sum - exact sum| after 1, 2, ... N terms, divided by the sum of |a b| of
-        these terms; 0 where that sum is 0 (an error of 0 / 0).
+        these terms; 0 where that sum is 0 (an error of 0 / 0). NaN and infinity are not hidden: an
+        infinite sum has an infinite error, or NaN where the exact sum is infinite as well.
 
     Raises:
         ValueError: a and b have different shapes, N is 0, or there is no axis.
@@ -184,14 +186,15 @@ def dot_error(a, b, inputs, accumulator):
 
 # ---------------------------------------------------------------- step 4
 def exp_range(fmt):
-    """Where exp(x) fits into a format.
+    """Where exp(x) fits into a format: neither 0 nor past the largest number.
 
     Args:
         fmt: a Format.
 
     Returns:
         (low, high), two floats. Below low exp(x) rounds to 0. Above high it is too large: it lies
-        more than half an ulp past the largest number. Between them it rounds to a number above 0.
+        more than half an ulp past the largest number, and overflows (e4m3: saturates). Between them
+        it rounds to a number above 0.
     """
     largest, _, smallest = format_limits(*fmt)
     return float(np.log(smallest / 2)), float(np.log(largest + ulp(largest, fmt) / 2))
@@ -212,7 +215,8 @@ def softmax(x, fmt, accumulator=FP32, safe=True):
     Returns:
         (..., N) float64, numbers of fmt. A score of -inf gets 0. In a format with infinities a safe
         row that is all -inf, or that holds NaN or +inf, is NaN as in torch.softmax. An unsafe row
-        is NaN where exp overflows, and all NaN where every exp is 0.
+        is NaN where exp overflows, and all NaN where every exp is 0. In a format without infinity
+        -inf is rounded to -largest like any score: a row of nothing else is safely 1 / N each.
 
     Raises:
         ValueError: N is 0, or there is no axis.
@@ -271,7 +275,8 @@ def output_row(s, v, fmt, shift=0):
         shift: a whole number; 2**shift is the largest entry of P.
 
     Returns:
-        float64, a number or (D,).
+        float64, a number or (D,). A score of -inf weighs 0. NaN in s or v, a score of +inf, or
+        nothing but -inf gives NaN: nothing is hidden.
 
     Raises:
         ValueError: s is not (N,) with N from 1 up, or v has not N rows.

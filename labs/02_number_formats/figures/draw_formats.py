@@ -1,4 +1,6 @@
-"""Draws spacing.png and error_growth.png from the reference of this lab. Takes half a minute.
+"""Draws spacing.png and error_growth.png. Takes half a minute.
+
+It uses solution.py; where there is none, your exercise.py, once steps 1 to 3 are written.
 
 Run it from the repository root: python labs/02_number_formats/figures/draw_formats.py
 """
@@ -18,7 +20,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 from labs._impl import load  # noqa: E402
 
-nf = load("labs/02_number_formats/x.py", "solution")
+REFERENCE = HERE.parents[1] / "solution.py"
+nf = load("labs/02_number_formats/x.py", "solution" if REFERENCE.is_file() else "exercise")
 # Okabe-Ito colours, told apart by line style and by their labels as well.
 STYLE = {
     "FP32": ("#000000", "-"),
@@ -55,14 +58,21 @@ def spacing(ax):
                 arrowprops={"arrowstyle": "-", "color": colour} if name == "E4M3" else None,
             )
         else:
-            ax.text(2**20.4, gap[-1], name.lower(), color=colour, fontsize=10, va="center")
+            ends = {"FP32": (-149, 128), "TF32": (-136, 128), "BF16": (-133, 128)}[name]
+            text = f"{name.lower()}: to $2^{{{ends[1]}}}$"
+            ax.text(2**21.2, gap[-1] * 2, text, color=colour, fontsize=10, va="center")
+            arrow = {"arrowstyle": "->", "color": colour, "linewidth": 1.8}
+            ax.annotate("", (2**21.0, gap[-1] * 2), (2.0**19.9, gap[-1]), arrowprops=arrow)
+            text = f"to $2^{{{ends[0]}}}$"
+            ax.text(2**-31.4, gap[0], text, color=colour, fontsize=10, va="center", ha="right")
+            ax.annotate("", (2**-31.2, gap[0] / 2), (2.0**-29.9, gap[0]), arrowprops=arrow)
         if smallest > 2.0**-30:
             ax.plot(smallest, gap[0] * nudge, "s", color=colour, markersize=6)
-    ax.axvspan(2.0**-30, 2.0**-14, color="#F2F2F2", zorder=0)
-    ax.text(2.0**-29.5, 2.0**13, "fp16 is subnormal\nin the shaded part", fontsize=9.5, va="center")
+    ax.axvspan(2.0**-24, 2.0**-14, color="#F2F2F2", zorder=0)
+    ax.text(2.0**-23.5, 2.0**12, "fp16 is subnormal\nin the shaded part", fontsize=9.5, va="center")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
-    ax.set_xlim(2.0**-30, 2.0**25)
+    ax.set_xlim(2.0**-38, 2.0**30)
     ax.set_ylim(2.0**-54, 2.0**16)
     ax.set_xticks([2.0**e for e in range(-30, 21, 5)])
     ax.set_yticks([2.0**e for e in range(-50, 15, 10)])
@@ -70,7 +80,7 @@ def spacing(ax):
     ax.set_xlabel("|x|")
     ax.set_ylabel("spacing of the numbers there (ulp)")
     ax.set_title(
-        "square: smallest number above 0; circle: largest number.\n"
+        "square: smallest number above 0; circle: largest number; arrow: goes on.\n"
         "fp16 is drawn a little high: from 2^-14 to 65504 it has the spacing of tf32.",
         fontsize=10,
     )
