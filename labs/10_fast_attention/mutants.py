@@ -1,0 +1,817 @@
+"""Planted faults of lab 10: edits of solution.py, each with the test that must catch it.
+
+`teaches` completes the sentence "This is what you get when ...".
+"""
+
+from labs._harness.mutants import Mutant
+
+
+def bug(id, step, inside, caught_by, teaches, *edits, append=""):
+    return Mutant(id, "bug", step, teaches, caught_by, edits, inside, append)
+
+
+def waste(id, step, inside, caught_by, teaches, *edits, append=""):
+    return Mutant(id, "waste", step, teaches, caught_by, edits, inside, append)
+
+
+def cheat(id, step, caught_by, teaches, append, *edits, inside=""):
+    return Mutant(id, "cheat", step, teaches, caught_by, edits, inside, append)
+
+
+W, HIDE, STORE, PREPARE, E, K, ATTEND = (
+    "_weights",
+    "_hide",
+    "_store",
+    "_prepare",
+    "_exp2_kernel",
+    "_keys",
+    "_attend",
+)
+
+STEP_1 = [
+    bug(
+        "weights-no-guard",
+        1,
+        W,
+        "test_exp2_huge_equal_scores",
+        "the rounded maximum is subtracted from scores that are not rounded (handout section 2)",
+        ("tl.where(tl.abs(scaled) < LIMIT, scaled, top * steep)", "scaled"),
+        ("tl.where(tl.abs(m_new) < LIMIT, slope, steep)", "slope + 0 * m_new"),
+    ),
+    bug(
+        "weights-two-references",
+        1,
+        W,
+        "test_exp2_tiles_agree_on_their_reference",
+        "alpha is computed from another rounding of the maximum than p (handout section 2)",
+        ("alpha = tl.exp2(m_i - m_new)", "alpha = tl.exp2(tl.fma(-top, slope + 0 * top, m_i))"),
+    ),
+    bug(
+        "weights-steep-always",
+        1,
+        W,
+        "test_exp2",
+        "the power of two is used where scores are small, too: the wrong temperature",
+        ("factor = tl.where(tl.abs(m_new) < LIMIT, slope, steep)", "factor = m_new * 0 + steep"),
+    ),
+    bug(
+        "weights-l-not-rescaled",
+        1,
+        W,
+        "test_exp2_score_ranges",
+        "l is not rescaled as the maximum grows",
+        ("l_i = l_i * alpha + ", "l_i = l_i + "),
+    ),
+    bug(
+        "weights-tile-max",
+        1,
+        W,
+        "test_exp2_score_ranges",
+        "the maximum is this tile's and not the largest so far",
+        ("m_new = tl.maximum(m_i, tl.where(", "m_new = tl.maximum(-3e38, tl.where("),
+    ),
+    bug(
+        "exp2-acc-not-rescaled",
+        1,
+        E,
+        "test_exp2_score_ranges",
+        "acc is not rescaled as the maximum grows",
+        ("acc * alpha[:, None])", "acc)"),
+    ),
+    bug(
+        "exp2-no-scale",
+        1,
+        PREPARE,
+        "test_exp2",
+        "the scores are not scaled",
+        ("slope = scale * math.log2(math.e)", "slope = math.log2(math.e)"),
+    ),
+    bug(
+        "exp2-no-log2e",
+        1,
+        PREPARE,
+        "test_exp2",
+        "log2(e) is left out: the softmax is to the base 2 (handout section 2)",
+        ("slope = scale * math.log2(math.e)", "slope = scale"),
+    ),
+    bug(
+        "exp2-scale-ignored",
+        1,
+        PREPARE,
+        "test_exp2_layouts_and_scale",
+        "the caller's scale is ignored",
+        ("if scale is None:", "if True:"),
+    ),
+    bug(
+        "exp2-scale-not-checked",
+        1,
+        PREPARE,
+        "test_exp2_rejects",
+        "a scale of 0 or below is not refused: the largest score is then not the largest exponent",
+        ("if not 0.0 < scale < math.inf:", "if False:"),
+        ("slope = scale * math.log2(math.e)", "slope = abs(scale) or 1.0"),
+        ("2.0 ** math.ceil(math.log2(slope))", "1.0"),
+    ),
+    bug(
+        "exp2-lse-base-2",
+        1,
+        STORE,
+        "test_exp2_lse_is_natural",
+        "lse is in base 2",
+        ("m_i * unit + tl.log(l_i)", "m_i + tl.log2(l_i)"),
+    ),
+    bug(
+        "exp2-lse-mixed",
+        1,
+        STORE,
+        "test_exp2",
+        "m is in base 2 and log l natural",
+        ("m_i * unit + tl.log(l_i)", "m_i + tl.log(l_i)"),
+    ),
+    bug(
+        "exp2-lse-steep-unit",
+        1,
+        STORE,
+        "test_exp2_huge_equal_scores",
+        "lse of huge scores is in units of the power of two, not of log 2 (handout section 2)",
+        ("tl.where(tl.abs(m_i) < HUGE / 2**SHIFT, LN2, LN2 * slope / steep)", "LN2 + 0 * m_i"),
+    ),
+    bug(
+        "exp2-padding-key",
+        1,
+        HIDE,
+        "test_exp2",
+        "the first key past the end counts, with a score of 0",
+        ("last = S - 1 - start_n", "last = S - start_n"),
+    ),
+    bug(
+        "exp2-diagonal-hidden",
+        1,
+        HIDE,
+        "test_exp2",
+        "a query does not see its own key",
+        ("tl.minimum(offs_m, S - 1)", "tl.minimum(offs_m - 1, S - 1)"),
+    ),
+    bug(
+        "exp2-hi-one-short",
+        1,
+        E,
+        "test_exp2_tiles",
+        "the causal loop ends at the first row of the query tile",
+        ("(pid_m + 1) * BLOCK_M) if", "pid_m * BLOCK_M + 1) if"),
+    ),
+    bug(
+        "exp2-load-without-other",
+        1,
+        "_load",
+        "test_exp2",
+        "masked rows hold anything, and 0 times NaN is NaN",
+        (", other=0.0", ""),
+    ),
+    bug(
+        "exp2-q-unmasked",
+        1,
+        E,
+        "test_exp2",
+        "padding rows read past q",
+        (
+            "q = _load(q_ptrs, pid_m * BLOCK_M, T, True)",
+            "q = _load(q_ptrs, pid_m * BLOCK_M, T, False)",
+        ),
+    ),
+    bug(
+        "exp2-store-unmasked",
+        1,
+        STORE,
+        "test_exp2",
+        "padding rows are stored over the next head's",
+        (", mask=offs_m[:, None] < T", ""),
+    ),
+    bug(
+        "exp2-keys-as-long-as-queries",
+        1,
+        E,
+        "test_exp2_key_lengths",
+        "a head's keys are taken to be as many as its queries",
+        ("k_ptr + bh * S * D", "k_ptr + bh * T * D"),
+    ),
+    bug(
+        "exp2-half-scores",
+        1,
+        E,
+        "test_exp2_half_scores_do_not_overflow",
+        "the scores overflow float16 before they are scaled",
+        ("s = tl.dot(q, tl.trans(k))", "s = tl.dot(q, tl.trans(k)).to(q.dtype).to(tl.float32)"),
+    ),
+    bug(
+        "exp2-finite-minus-inf",
+        1,
+        E,
+        "test_exp2_huge_equal_scores",
+        "a finite number stands for -inf, and real scores lie below it",
+        ('float("-inf")', "-1e6"),
+    ),
+    waste(
+        "exp2-visits-the-future",
+        1,
+        E,
+        "test_exp2_moves_few_bytes",
+        "key tiles in the future of every row are visited",
+        ("tl.minimum(S, (pid_m + 1) * BLOCK_M) if CAUSAL else S", "S"),
+    ),
+    cheat(
+        "exp2-in-torch",
+        1,
+        "test_exp2_is_the_kernels_work",
+        "PyTorch does the work and no kernel runs",
+        """
+def attention_exp2(q, k, v, causal=False, scale=None, block_m=64, block_n=64, **config):
+    tensors, _, _, _ = _prepare(q, k, v, causal, scale, block_m, block_n)
+    s = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if causal:
+        s = s.masked_fill(torch.ones_like(s).triu(1).bool(), float("-inf"))
+    m = s.amax(-1, keepdim=True)
+    p = (s - m).exp()
+    l = p.sum(-1, keepdim=True)
+    return (p @ v.float() / l).to(q.dtype), (m + l.log())[..., 0]
+""",
+    ),
+    cheat(
+        "exp2-cached",
+        1,
+        "test_exp2_follows_its_input",
+        "the output is kept between calls",
+        """
+_first, _kept = attention_exp2, {}
+
+
+def attention_exp2(q, *args, **kwargs):
+    if q.shape not in _kept:
+        _kept[q.shape] = _first(q, *args, **kwargs)
+    return _kept[q.shape]
+""",
+    ),
+]
+
+STEP_2 = [
+    bug(
+        "two-full-rounded-up",
+        2,
+        "_ranges",
+        "test_two_loops",
+        "the last whole tile is rounded up and the diagonal or the end goes unmasked",
+        ("seen // BLOCK_N * BLOCK_N", "(seen + BLOCK_N - 1) // BLOCK_N * BLOCK_N"),
+    ),
+    bug(
+        "two-overruns-the-diagonal",
+        2,
+        "_ranges",
+        "test_two_loops_tiles",
+        "the loop without masks runs to the tile's last row and not its first (handout section 3)",
+        (
+            "seen = tl.minimum(S, pid_m * BLOCK_M + 1)",
+            "seen = tl.minimum(S, (pid_m + 1) * BLOCK_M)",
+        ),
+    ),
+    bug(
+        "two-no-second-loop",
+        2,
+        ATTEND,
+        "test_two_loops",
+        "the masked loop is missing: the diagonal and the ragged last tile are not there",
+        (
+            "_keys(acc, l_i, m_i, q, k_ptr, v_ptr, offs_m, full, hi, S",
+            "_keys(acc, l_i, m_i, q, k_ptr, v_ptr, offs_m, hi, hi, S",
+        ),
+    ),
+    bug(
+        "two-starts-at-zero",
+        2,
+        K,
+        "test_two_loops_tiles",
+        "both loops read the keys from the first one on",
+        ("v_ptrs = _pointers(v_ptr, lo, D, BLOCK_N)", "v_ptrs = _pointers(v_ptr, 0, D, BLOCK_N)"),
+    ),
+    bug(
+        "two-v-not-advanced",
+        2,
+        K,
+        "test_two_loops",
+        "the pointers of v stay at the first tile",
+        ("v_ptrs += BLOCK_N * D", "v_ptrs += 0"),
+    ),
+    bug(
+        "two-acc-not-rescaled",
+        2,
+        K,
+        "test_two_loops_score_ranges",
+        "acc is not rescaled as the maximum grows",
+        ("acc * alpha[:, None])", "acc)"),
+    ),
+    bug(
+        "two-q-unmasked",
+        2,
+        ATTEND,
+        "test_two_loops",
+        "padding rows read past q",
+        (
+            "q = _load(q_ptrs, pid_m * BLOCK_M, T, True)",
+            "q = _load(q_ptrs, pid_m * BLOCK_M, T, False)",
+        ),
+    ),
+    waste(
+        "two-all-masked",
+        2,
+        ATTEND,
+        "test_two_loops_masks_only_where_needed",
+        "every tile is masked, whole ones, too (handout section 3)",
+        ("D, BLOCK_N, CAUSAL, False)", "D, BLOCK_N, CAUSAL, True)"),
+    ),
+    waste(
+        "two-first-loop-empty",
+        2,
+        "_ranges",
+        "test_two_loops_masks_only_where_needed",
+        "no tile counts as whole, so all of them go through the masked loop",
+        ("return seen // BLOCK_N * BLOCK_N, hi", "return seen * 0, hi"),
+    ),
+    waste(
+        "two-visits-the-future",
+        2,
+        "_ranges",
+        "test_two_loops_moves_few_bytes",
+        "key tiles in the future of every row are visited",
+        ("hi = tl.minimum(S, (pid_m + 1) * BLOCK_M)", "hi = S"),
+    ),
+]
+
+TILE, ORDER = "_tile_of_program", "program_order"
+STEP_3 = [
+    bug(
+        "order-shortest-first",
+        3,
+        TILE,
+        "test_program_order_is_what_the_kernel_does",
+        "the short tiles come first and the card ends on a few long ones (handout section 4)",
+        ("tile = tiles - 1 - tile", "tile = tile + 0"),
+    ),
+    bug(
+        "order-last-group-as-large",
+        3,
+        TILE,
+        "test_ordered_groups",
+        "the last group of heads is taken to be as large as the others",
+        ("size = tl.minimum(group, heads - first)", "size = group + 0 * heads"),
+    ),
+    bug(
+        "order-place-in-grid",
+        3,
+        TILE,
+        "test_ordered_groups",
+        "the place within the group is counted from the grid's start",
+        ("place = pid - first * tiles", "place = pid"),
+    ),
+    bug(
+        "order-twin-shortest-first",
+        3,
+        ORDER,
+        "test_program_order_worked_examples",
+        "the twin in Python is not reversed",
+        ("reversed(range(tiles)) if causal else range(tiles)", "range(tiles)"),
+    ),
+    bug(
+        "order-twin-heads-outside",
+        3,
+        ORDER,
+        "test_program_order_worked_examples",
+        "within a group all tiles of a head come one after the other",
+        (
+            "order += [(head, tile) for head in members]",
+            "order += [(head, tile) for head in members]\n    order.sort()",
+        ),
+    ),
+    bug(
+        "order-32-bit",
+        3,
+        "_ordered_kernel",
+        "test_ordered_offsets_beyond_32_bits",
+        "head times rows times D wraps past 2**31",
+        ("bh = bh.to(tl.int64)", "bh = bh.to(tl.int32)"),
+    ),
+    bug(
+        "makespan-in-turn",
+        3,
+        "makespan",
+        "test_makespan",
+        "pieces are dealt out in turn and not to who is free first",
+        ("worker = free.index(min(free))", "worker = len(free) and int(sum(1 for _ in free)) - 1"),
+    ),
+    bug(
+        "makespan-mean",
+        3,
+        "makespan",
+        "test_makespan",
+        "the mean is taken, and a card is done when its last program is",
+        ("return max(free)", "return sum(free) / slots"),
+    ),
+    bug(
+        "group-empty",
+        3,
+        "heads_per_group",
+        "test_heads_per_group",
+        "a head too large for the cache makes a group of none",
+        (
+            "max(1, cache_bytes // 2 // (2 * S * D * itemsize))",
+            "cache_bytes // 2 // (2 * S * D * itemsize)",
+        ),
+    ),
+    bug(
+        "group-keys-only",
+        3,
+        "heads_per_group",
+        "test_heads_per_group",
+        "the values are forgotten: they take as much as the keys",
+        ("(2 * S * D * itemsize)", "(S * D * itemsize)"),
+    ),
+    bug(
+        "order-grid-axis-1",
+        3,
+        "attention_ordered",
+        "test_ordered_takes_any_number_of_heads",
+        "more than 65,535 heads are refused though there is one grid axis only",
+        (
+            "sizes = _sizes(q, k, heads, group)",
+            "sizes = _sizes(q, k, heads, group)\n    _check_grid(heads)",
+        ),
+    ),
+]
+
+LATE, LATE_KEYS = "_late", "_late_keys"
+STEP_4 = [
+    bug(
+        "late-values-of-this-tile",
+        4,
+        LATE_KEYS,
+        "test_tuned",
+        "the weights of one tile meet the values of the next (handout section 5)",
+        ("_pointers(v_ptr, lo - BLOCK_N, D, BLOCK_N)", "_pointers(v_ptr, lo, D, BLOCK_N)"),
+        ("_load(v_ptrs, start_n - BLOCK_N, S, False)", "_load(v_ptrs, start_n, S, True)"),
+    ),
+    bug(
+        "late-alpha-too-early",
+        4,
+        LATE_KEYS,
+        "test_late_score_ranges",
+        "acc is rescaled by the wrong tile's alpha, or by none (handout section 5)",
+        ("acc * alpha[:, None])", "acc)"),
+    ),
+    bug(
+        "late-tile-twice",
+        4,
+        LATE,
+        "test_tuned",
+        "the first tile is counted again by the masked loop",
+        ("tl.maximum(full, BLOCK_N)", "full"),
+    ),
+    bug(
+        "late-last-product-missing",
+        4,
+        LATE,
+        "test_tuned",
+        "the last tile's weights never meet their values",
+        ("return tl.dot(p.to(v.dtype), v, acc * alpha[:, None]), l_i, m_i", "return acc, l_i, m_i"),
+    ),
+    bug(
+        "late-last-unmasked",
+        4,
+        LATE,
+        "test_tuned",
+        "values past the end are read: their weight is 0, and 0 times NaN is NaN",
+        ("last, D, BLOCK_N), last, S, True)", "last, D, BLOCK_N), last, S, False)"),
+    ),
+    bug(
+        "shared-all-stages",
+        4,
+        "shared_bytes",
+        "test_shared_bytes_worked_examples",
+        "mma.sync is counted like wgmma, which needs one tile more (handout section 5)",
+        ("2 * n * (stages - 1)", "2 * n * stages"),
+    ),
+    bug(
+        "shared-values-forgotten",
+        4,
+        "shared_bytes",
+        "test_shared_bytes_worked_examples",
+        "the keys are counted and the values are not",
+        ("(m + 2 * n * stages", "(m + n * stages"),
+    ),
+    bug(
+        "shared-late-forgotten",
+        4,
+        "shared_bytes",
+        "test_shared_bytes_worked_examples",
+        "the value tile that waits longer is not counted",
+        (" + (n if config.late else 0)", ""),
+    ),
+    bug(
+        "occupancy-no-reserve",
+        4,
+        "occupancy",
+        "test_occupancy",
+        "the 1024 bytes that the driver takes of each program are forgotten",
+        ("memory // (shared + 1024)", "memory // max(shared, 1)"),
+    ),
+    bug(
+        "occupancy-registers-exact",
+        4,
+        "occupancy",
+        "test_occupancy",
+        "registers are handed out in pieces of 256 a warp",
+        ("(triton.cdiv(registers * 32, 256) * 256 * num_warps)", "(registers * 32 * num_warps)"),
+    ),
+    bug(
+        "occupancy-no-block-limit",
+        4,
+        "occupancy",
+        "test_occupancy",
+        "there is a limit to the programs themselves",
+        (", warps // num_warps, blocks)", ", warps // num_warps)"),
+    ),
+    bug(
+        "estimate-without-acc",
+        4,
+        "register_estimate",
+        "test_register_estimate",
+        "acc is forgotten",
+        ("config.block_m * (D + ", "config.block_m * ("),
+    ),
+    bug(
+        "fits-any-shared",
+        4,
+        "fits",
+        "test_defaults_and_candidates_fit",
+        "configurations are kept that the card cannot launch (handout section 5)",
+        ("return enough and ", "return "),
+    ),
+    bug(
+        "prune-to-nothing",
+        4,
+        "prune",
+        "test_prune_leaves_what_the_card_can_launch",
+        "nothing is left to try, and the tuner fails",
+        ("kept or [_triton_config(default_config(D, arch))]", "kept"),
+    ),
+    bug(
+        "prune-half-sizes",
+        4,
+        "prune",
+        "test_prune_leaves_what_the_card_can_launch",
+        "elements are taken for bytes, and half of what the kernel needs is counted",
+        ("q.element_size()", "1"),
+    ),
+    bug(
+        "tuned-times-the-interpreter",
+        4,
+        "attention_tuned",
+        "test_tuned_never_times_the_interpreter",
+        "the interpreter's times choose the tiles",
+        (" and not triton.knobs.runtime.interpret", ""),
+    ),
+    bug(
+        "tuned-one-key",
+        4,
+        "",
+        "test_autotuner_key",
+        "the winner of the first length is used for all (handout section 5)",
+        ('key=["bucket", "D", "CAUSAL"]', 'key=["D"]'),
+    ),
+    waste(
+        "tuned-every-length",
+        4,
+        "_sizes",
+        "test_bucket_is_a_power_of_two",
+        "there is a search for every single length",
+        ("max(16, triton.next_power_of_2(T))", "T"),
+    ),
+]
+
+STEP_5 = [
+    bug(
+        "tma-next-head",
+        5,
+        "_tma_kernel",
+        "test_tma_other_heads_unread",
+        "the descriptor does not end with its head: rows of the next one are read (section 6)",
+        (
+            "tl.make_tensor_descriptor(v_ptr + bh * S * D, [S, D]",
+            "tl.make_tensor_descriptor(v_ptr + bh * S * D, [(heads - bh).to(tl.int32) * S, D]",
+        ),
+    ),
+    bug(
+        "tma-specialised-unmasked",
+        5,
+        "_tma_kernel",
+        "test_tma_warp_specialised_form",
+        "the one loop of the specialised form has no mask",
+        ("CAUSAL or RAGGED, True)", "False, True)"),
+    ),
+    bug(
+        "tma-ragged-forgotten",
+        5,
+        "attention_tma",
+        "test_tma_warp_specialised_form",
+        "keys past the end are 0, not hidden: their score of 0 counts",
+        ("RAGGED=S % block_n != 0", "RAGGED=False"),
+    ),
+    bug(
+        "tma-acc-not-rescaled",
+        5,
+        "_tma_keys",
+        "test_tma_score_ranges",
+        "acc is not rescaled as the maximum grows",
+        ("acc * alpha[:, None])", "acc)"),
+    ),
+    bug(
+        "tma-silent-fallback",
+        5,
+        "attention_tma",
+        "test_tma_rejects",
+        "warp specialisation is asked for where Triton silently leaves it out",
+        ("if warp_specialize and not can:", "if False:"),
+    ),
+    bug(
+        "tma-late-values-of-this-tile",
+        5,
+        "_tma_late_keys",
+        "test_tma_late",
+        "the weights of one tile meet the values of the next (handout section 5)",
+        ("v_desc.load([start_n - BLOCK_N, 0])", "v_desc.load([start_n, 0])"),
+    ),
+    bug(
+        "tma-late-last-product",
+        5,
+        "_tma_kernel",
+        "test_tma_late",
+        "the last product takes the values of the first tile",
+        ("v_desc.load([(hi - 1) // BLOCK_N * BLOCK_N, 0])", "v_desc.load([hi * 0, 0])"),
+    ),
+    cheat(
+        "tma-by-pointers",
+        5,
+        "test_tma_loads_by_descriptor",
+        "there is no descriptor at all: it is step 3 again",
+        """
+def attention_tma(q, k, v, causal=False, scale=None, warp_specialize=None, **tiles):
+    return attention_ordered(q, k, v, causal, scale, **tiles)
+""",
+    ),
+]
+
+QUANTISE, FP8 = "_quantise_kernel", "_fp8_keys"
+STEP_6 = [
+    bug(
+        "quantise-zero-token",
+        6,
+        QUANTISE,
+        "test_quantise_zeros_and_strides",
+        "a token of zeros has a scale of 0, and 0 / 0 is NaN",
+        ("tl.where(top > 0, top / TOP, 1.0)", "top / TOP"),
+    ),
+    bug(
+        "quantise-240",
+        6,
+        "",
+        "test_quantise_tokens",
+        "the largest number is taken to be 240: that is another e4m3, of other makers",
+        ("E4M3_MAX = 448.0", "E4M3_MAX = 240.0"),
+    ),
+    bug(
+        "quantise-signed-max",
+        6,
+        QUANTISE,
+        "test_quantise_tokens",
+        "the largest is taken without its sign removed",
+        ("tl.max(tl.abs(x.to(tl.float32)), axis=1)", "tl.max(x.to(tl.float32), axis=1)"),
+    ),
+    bug(
+        "quantise-padding-unwritten",
+        6,
+        QUANTISE,
+        "test_quantise_channels",
+        "columns that pad hold anything, and 0 times NaN is NaN",
+        ("mask=exists[:, None] & (c < padded))", "mask=exists[:, None] & (c < cols))"),
+    ),
+    bug(
+        "quantise-first-block-only",
+        6,
+        QUANTISE,
+        "test_quantise_channels",
+        "the largest is looked for in the first block of columns only",
+        ("for start in range(0, cols, BLOCK_C):", "for start in range(0, 1, BLOCK_C):"),
+    ),
+    bug(
+        "fp8-key-scale-missing",
+        6,
+        FP8,
+        "test_fp8_is_attention_of_what_was_quantised",
+        "the keys' scales are left out",
+        (" * k_scale[None, :]", ""),
+    ),
+    bug(
+        "fp8-key-scale-of-first-tile",
+        6,
+        FP8,
+        "test_fp8_is_attention_of_what_was_quantised",
+        "every tile takes the scales of the first one",
+        ("k_scale_ptrs += BLOCK_N", "k_scale_ptrs += 0"),
+    ),
+    bug(
+        "fp8-query-scale-missing",
+        6,
+        "_fp8_kernel",
+        "test_fp8_is_attention_of_what_was_quantised",
+        "the queries' scales are left out",
+        ("slope = q_scale * slope", "slope = q_scale * 0 + slope"),
+    ),
+    bug(
+        "fp8-value-scale-missing",
+        6,
+        "_fp8_kernel",
+        "test_fp8_is_attention_of_what_was_quantised",
+        "the values' scales are left out",
+        ("acc = acc * v_scale[None, :]", "acc = acc + 0 * v_scale[None, :]"),
+    ),
+    bug(
+        "fp8-no-shift",
+        6,
+        "",
+        "test_fp8_small_weights_do_not_vanish",
+        "p is rounded as it is, and small weights become 0 (handout section 7)",
+        (
+            "p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep, SHIFT)",
+            "p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep)",
+        ),
+        (
+            "_store(out_ptr, lse_ptr, acc, l_i, m_i, pid_m, T, slope, steep, D, SHIFT)",
+            "_store(out_ptr, lse_ptr, acc, l_i, m_i, pid_m, T, slope, steep, D)",
+        ),
+    ),
+    bug(
+        "fp8-shift-in-lse",
+        6,
+        STORE,
+        "test_fp8_is_attention_of_what_was_quantised",
+        "the shift of p is still in lse: it is 8 log 2 too large",
+        (" - SHIFT * LN2", ""),
+    ),
+    bug(
+        "fp8-shift-in-p-only",
+        6,
+        FP8,
+        "test_fp8_is_attention_of_what_was_quantised",
+        "p is shifted and the row sum is not: everything is 256 times too large",
+        (
+            "_weights(s, m_i, l_i, slope, steep, SHIFT)\n",
+            "_weights(s, m_i, l_i, slope, steep)\n            p = p * 2.0**SHIFT\n",
+        ),
+    ),
+    bug(
+        "fp8-any-card",
+        6,
+        "check_e4m3",
+        "test_fp8_refuses_cards_without_it",
+        "cards without e4m3 are not refused",
+        ("if arch < 89:", "if arch < 80:"),
+    ),
+    bug(
+        "fp8-sixteen-keys",
+        6,
+        "attend_fp8",
+        "test_fp8_rejects",
+        "16 keys a tile are not refused: the tensor core takes 32 at a time",
+        ("if block_n < 32:", "if block_n < 16:"),
+    ),
+    bug(
+        "fp8-one-scale",
+        6,
+        "quantise",
+        "test_fp8_token_scales_against_one_scale",
+        "one scale serves all tokens",
+        (
+            "return Quantised(values, scales)",
+            "top = scales.amax()\n"
+            "    values = (values.float() * (scales / top)[..., None]).to(values.dtype)\n"
+            "    return Quantised(values, torch.ones_like(scales) * top)",
+        ),
+    ),
+    bug(
+        "rmse-mean-of-errors",
+        6,
+        "rmse",
+        "test_rmse",
+        "the mean absolute error is taken for the RMSE",
+        (".square().mean().sqrt()", ".abs().mean()"),
+    ),
+]
+
+MUTANTS = [*STEP_1, *STEP_2, *STEP_3, *STEP_4, *STEP_5, *STEP_6]

@@ -1,0 +1,1222 @@
+"""Lab 10, reference: from a first kernel to the vendor's speed, in plain Triton.
+
+A ladder of six versions of one forward kernel, one idea a rung; rungs share helpers. Letters: B
+batch, H heads, T query length, S key length, D head dim. `lse` is the natural logarithm of the sum
+of exponentials of the scaled scores; m_i, the running maximum, is kept in units of log 2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from labs._harness.checks import (
+    MAX_GRID_YZ,
+    check_head_dim,
+    check_kernel_blocks,
+    check_kernel_dtype,
+    check_qkv,
+)
+from labs._harness.runtime import check_launch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # macOS: steps 3, 4 and 6 have parts that run without
+    triton = None
+
+MAX_PROGRAMS = 2**31 - 1  # along grid axis 0
+
+
+def _prepare(q, k, v, causal, scale, block_m, block_n):
+    """Checks the arguments of a rung; gives what every kernel takes.
+
+    Returns:
+        (q, k, v, out, lse) contiguous, (slope, steep): the factor of the scores before exp2, and
+        the power of two that takes its place where scores are huge; query tiles, B * H.
+    """
+    check_qkv(q, k, v, causal)
+    check_kernel_dtype(q=q, k=k, v=v)
+    B, H, T, D = q.shape
+    check_head_dim(D)
+    check_kernel_blocks(block_m=block_m, block_n=block_n)
+    check_launch(q=q, k=k, v=v)
+    if scale is None:
+        scale = 1.0 / math.sqrt(D)
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"scale must be a positive number: got {scale}")
+    slope = scale * math.log2(math.e)
+    tiles = triton.cdiv(T, block_m)
+    if tiles * B * H > MAX_PROGRAMS:
+        raise ValueError(f"at most {MAX_PROGRAMS:,} query tiles in all: got {tiles * B * H:,}")
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = torch.empty_like(q)
+    lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    return (q, k, v, out, lse), (slope, 2.0 ** math.ceil(math.log2(slope))), tiles, B * H
+
+
+def _check_grid(heads):
+    if heads > MAX_GRID_YZ:
+        raise ValueError(f"B * H must be at most {MAX_GRID_YZ:,} (grid axis 1): got {heads:,}")
+
+
+if triton is not None:
+    LN2 = tl.constexpr(math.log(2.0))
+    # From here on neighbouring float32 scores are 32 and more apart: exp2 gives 1 or nothing.
+    HUGE = tl.constexpr(2.0**28)
+
+    @triton.jit
+    def _pointers(ptr, start, D: tl.constexpr, BLOCK: tl.constexpr):
+        """(BLOCK, D): where rows start to start + BLOCK - 1 of a contiguous (rows, D) lie."""
+        tile = tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :]  # (BLOCK, D)
+        return ptr + tl.cast(start, tl.int64) * D + tile  # (BLOCK, D)
+
+    @triton.jit
+    def _load(ptrs, start, rows, MASKED: tl.constexpr):
+        """The tile at `ptrs`, which begins at row `start` of `rows`; 0 past the end if MASKED."""
+        if MASKED:
+            exists = start + tl.arange(0, ptrs.shape[0]) < rows  # (BLOCK,)
+            tile = tl.load(ptrs, mask=exists[:, None], other=0.0)  # (BLOCK, D)
+        else:
+            tile = tl.load(ptrs)  # (BLOCK, D)
+        return tile
+
+    @triton.jit
+    def _hide(s, start_n, offs_m, S, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+        """-inf for keys past S and, if CAUSAL, past the query's own: one comparison does both."""
+        last = S - 1 - start_n  # the last key that a row sees, counted from the tile's first
+        if CAUSAL:
+            last = tl.minimum(offs_m, S - 1)[:, None] - start_n  # (BLOCK_M, 1)
+        return tl.where(tl.arange(0, BLOCK_N)[None, :] <= last, s, float("-inf"))
+
+    @triton.jit
+    def _store(
+        out_ptr,
+        lse_ptr,
+        acc,
+        l_i,
+        m_i,
+        pid_m,
+        T,
+        slope,
+        steep,
+        D: tl.constexpr,
+        SHIFT: tl.constexpr = 0,
+    ):
+        """Divides, and writes the rows of a query tile that exist: out, and lse in natural log."""
+        BLOCK_M: tl.constexpr = acc.shape[0]
+        offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+        out_ptrs = _pointers(out_ptr, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
+        out = acc / l_i[:, None]  # (BLOCK_M, D)
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=offs_m[:, None] < T)
+        unit = tl.where(tl.abs(m_i) < HUGE / 2**SHIFT, LN2, LN2 * slope / steep)  # (BLOCK_M,)
+        tl.store(lse_ptr + offs_m, m_i * unit + tl.log(l_i) - SHIFT * LN2, mask=offs_m < T)
+
+
+# ---------------------------------------------------------------- step 1
+if triton is not None:
+
+    @triton.jit
+    def _weights(s, m_i, l_i, slope, steep, SHIFT: tl.constexpr = 0):
+        """Folds one tile of raw scores into the running state.
+
+        Args:
+            s: (BLOCK_M, BLOCK_N), q k^T, not scaled; -inf where a query does not see the key.
+            m_i, l_i: (BLOCK_M,), running maximum in units of log 2, and running sum.
+            slope, steep: see `_prepare`; a number, or (BLOCK_M,).
+            SHIFT: p, and with it l_i, is multiplied by 2**SHIFT (step 6).
+
+        Returns:
+            p (BLOCK_M, BLOCK_N), alpha (BLOCK_M,), and the new l_i and m_i.
+        """
+        LIMIT: tl.constexpr = HUGE / 2**SHIFT
+        top = tl.max(s, axis=1)  # (BLOCK_M,)
+        scaled = top * slope  # (BLOCK_M,)
+        m_new = tl.maximum(m_i, tl.where(tl.abs(scaled) < LIMIT, scaled, top * steep))
+        # m_new is rounded, s * slope inside the multiply-add is not: at the maximum they differ by
+        # up to half an ulp of m_new, which is thousands where scores are huge. Times a power of
+        # two nothing is rounded, and equal scores give exactly 0.
+        factor = tl.where(tl.abs(m_new) < LIMIT, slope, steep)  # (BLOCK_M,)
+        alpha = tl.exp2(m_i - m_new)  # (BLOCK_M,)
+        p = tl.exp2(tl.fma(s, factor[:, None], (SHIFT - m_new)[:, None]))  # (BLOCK_M, BLOCK_N)
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        return p, alpha, l_i, m_new
+
+    @triton.jit
+    def _exp2_kernel(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        out_ptr,
+        lse_ptr,
+        T,
+        S,
+        slope,
+        steep,
+        D: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr,
+    ):
+        pid_m = tl.program_id(0)
+        bh = tl.program_id(1).to(tl.int64)
+        k_ptrs = _pointers(k_ptr + bh * S * D, 0, D, BLOCK_N)  # (BLOCK_N, D)
+        v_ptrs = _pointers(v_ptr + bh * S * D, 0, D, BLOCK_N)  # (BLOCK_N, D)
+        offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+        q_ptrs = _pointers(q_ptr + bh * T * D, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
+        q = _load(q_ptrs, pid_m * BLOCK_M, T, True)  # (BLOCK_M, D)
+        # Running state of the query tile: row maximum, row sum, unnormalised output.
+        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, D), tl.float32)
+        hi = tl.minimum(S, (pid_m + 1) * BLOCK_M) if CAUSAL else S
+        for start_n in range(0, hi, BLOCK_N):
+            k = _load(k_ptrs, start_n, S, True)  # (BLOCK_N, D)
+            v = _load(v_ptrs, start_n, S, True)  # (BLOCK_N, D)
+            s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
+            s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
+            p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+            k_ptrs += BLOCK_N * D
+            v_ptrs += BLOCK_N * D
+        _store(out_ptr + bh * T * D, lse_ptr + bh * T, acc, l_i, m_i, pid_m, T, slope, steep, D)
+
+
+def attention_exp2(
+    q, k, v, causal=False, scale=None, block_m=64, block_n=64, num_warps=4, num_stages=2
+):
+    """Attention with one fused multiply-add and one exp2 a score: the first rung.
+
+    Method: Dao, "FlashAttention-2" (2023), section 3.1, with exp(x) as exp2(x log2(e)).
+
+    Args:
+        q: (B, H, T, D) float16, bfloat16 or float32 (float32 products run in TF32 on a GPU); D a
+            power of two from 16 to 256; any T. Made contiguous if it is not.
+        k, v: (B, H, S, D), dtype and device of q; any S.
+        causal: query i sees keys 0 to i only; needs T == S.
+        scale: of the scores, positive; None means 1 / sqrt(D).
+        block_m, block_n: rows of a query tile and of a key tile; powers of two from 16 up.
+        num_warps, num_stages: Triton's: warps of a program, and key tiles in flight.
+
+    Returns:
+        out: (B, H, T, D) in the dtype of q.
+        lse: (B, H, T) float32, natural logarithm.
+
+    Raises:
+        ValueError: the above does not hold, or B * H is more than 65,535 (steps 1 and 2).
+    """
+    tensors, slopes, tiles, heads = _prepare(q, k, v, causal, scale, block_m, block_n)
+    _check_grid(heads)
+    with torch.cuda.device_of(q):  # the current device may be another GPU
+        _exp2_kernel[(tiles, heads)](
+            *tensors,
+            q.shape[2],
+            k.shape[2],
+            *slopes,
+            D=q.shape[3],
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            CAUSAL=causal,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    return tensors[3:]
+
+
+# ---------------------------------------------------------------- step 2
+if triton is not None:
+
+    @triton.jit
+    def _keys(
+        acc,
+        l_i,
+        m_i,
+        q,
+        k_ptr,
+        v_ptr,
+        offs_m,
+        lo,
+        hi,
+        S,
+        slope,
+        steep,
+        D: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        MASKED: tl.constexpr,
+    ):
+        """Folds keys lo to hi - 1 into the state; without MASKED every row must see all of them."""
+        k_ptrs = _pointers(k_ptr, lo, D, BLOCK_N)  # (BLOCK_N, D)
+        v_ptrs = _pointers(v_ptr, lo, D, BLOCK_N)  # (BLOCK_N, D)
+        for start_n in range(lo, hi, BLOCK_N):
+            k = _load(k_ptrs, start_n, S, MASKED)  # (BLOCK_N, D)
+            v = _load(v_ptrs, start_n, S, MASKED)  # (BLOCK_N, D)
+            s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
+            if MASKED:
+                s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
+            p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+            # Advanced, not computed anew from start_n: see the handout on serialised products.
+            k_ptrs += BLOCK_N * D
+            v_ptrs += BLOCK_N * D
+        return acc, l_i, m_i
+
+    @triton.jit
+    def _ranges(pid_m, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+        """(full, hi): keys before `full` are whole tiles that every row sees, none from hi on."""
+        hi = S
+        seen = S  # by every row of the tile
+        if CAUSAL:
+            hi = tl.minimum(S, (pid_m + 1) * BLOCK_M)
+            seen = tl.minimum(S, pid_m * BLOCK_M + 1)
+        return seen // BLOCK_N * BLOCK_N, hi
+
+    @triton.jit
+    def _attend(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        out_ptr,
+        lse_ptr,
+        pid_m,
+        T,
+        S,
+        slope,
+        steep,
+        D: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        LATE: tl.constexpr,
+    ):
+        """One query tile of one head, to whose first row the pointers point."""
+        offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+        q_ptrs = _pointers(q_ptr, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
+        q = _load(q_ptrs, pid_m * BLOCK_M, T, True)  # (BLOCK_M, D)
+        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, D), tl.float32)
+        full, hi = _ranges(pid_m, S, BLOCK_M, BLOCK_N, CAUSAL)
+        if LATE:
+            # fmt: off
+            acc, l_i, m_i = _late(acc, l_i, m_i, q, k_ptr, v_ptr, offs_m, full, hi, S, slope, steep,
+                                  D, BLOCK_N, CAUSAL)
+            # fmt: on
+        else:
+            # fmt: off
+            acc, l_i, m_i = _keys(acc, l_i, m_i, q, k_ptr, v_ptr, offs_m, 0, full, S, slope, steep,
+                                  D, BLOCK_N, CAUSAL, False)
+            acc, l_i, m_i = _keys(acc, l_i, m_i, q, k_ptr, v_ptr, offs_m, full, hi, S, slope, steep,
+                                  D, BLOCK_N, CAUSAL, True)
+            # fmt: on
+        _store(out_ptr, lse_ptr, acc, l_i, m_i, pid_m, T, slope, steep, D)
+
+    @triton.jit
+    def _two_loops_kernel(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        out_ptr,
+        lse_ptr,
+        T,
+        S,
+        slope,
+        steep,
+        D: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr,
+    ):
+        bh = tl.program_id(1).to(tl.int64)
+        q_ptr, out_ptr, lse_ptr = q_ptr + bh * T * D, out_ptr + bh * T * D, lse_ptr + bh * T
+        k_ptr, v_ptr = k_ptr + bh * S * D, v_ptr + bh * S * D
+        # fmt: off
+        _attend(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tl.program_id(0), T, S, slope, steep,
+                D, BLOCK_M, BLOCK_N, CAUSAL, False)
+        # fmt: on
+
+
+def attention_two_loops(
+    q, k, v, causal=False, scale=None, block_m=64, block_n=64, num_warps=4, num_stages=2
+):
+    """Attention that masks only the tiles that need it: those on the diagonal and the ragged last.
+
+    Method: Dao, "FlashAttention-2" (2023), section 3.1 ("causal masking").
+
+    Args and returns: as `attention_exp2`.
+    """
+    tensors, slopes, tiles, heads = _prepare(q, k, v, causal, scale, block_m, block_n)
+    _check_grid(heads)
+    with torch.cuda.device_of(q):  # the current device may be another GPU
+        _two_loops_kernel[(tiles, heads)](
+            *tensors,
+            q.shape[2],
+            k.shape[2],
+            *slopes,
+            D=q.shape[3],
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            CAUSAL=causal,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    return tensors[3:]
+
+
+# ---------------------------------------------------------------- step 3
+if triton is not None:
+
+    @triton.jit
+    def _tile_of_program(pid, tiles, heads, group, CAUSAL: tl.constexpr):
+        """(head, query tile) of a program: see `program_order`, which is this for all programs."""
+        first = pid // (group * tiles) * group  # head that this group of heads begins with
+        size = tl.minimum(group, heads - first)  # the last group may be smaller
+        place = pid - first * tiles
+        tile = place // size
+        if CAUSAL:
+            tile = tiles - 1 - tile
+        return first + place % size, tile
+
+    @triton.jit
+    def _ordered_kernel(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        out_ptr,
+        lse_ptr,
+        T,
+        S,
+        heads,
+        group,
+        bucket,
+        slope,
+        steep,
+        D: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        LATE: tl.constexpr,
+    ):
+        """`bucket`, T up to a power of two, is for the autotuner of step 4 only."""
+        tiles = tl.cdiv(T, BLOCK_M)
+        bh, pid_m = _tile_of_program(tl.program_id(0), tiles, heads, group, CAUSAL)
+        bh = bh.to(tl.int64)
+        q_ptr, out_ptr, lse_ptr = q_ptr + bh * T * D, out_ptr + bh * T * D, lse_ptr + bh * T
+        k_ptr, v_ptr = k_ptr + bh * S * D, v_ptr + bh * S * D
+        # fmt: off
+        _attend(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, pid_m, T, S, slope, steep,
+                D, BLOCK_M, BLOCK_N, CAUSAL, LATE)
+        # fmt: on
+
+
+def program_order(tiles, heads, group, causal) -> list[tuple[int, int]]:
+    """The (head, query tile) of program 0, 1, ...: what `_tile_of_program` computes.
+
+    Groups of heads come one after the other. Within a group, tiles from the longest to the
+    shortest (causal: the last tile sees most keys), and of each the heads of the group in turn.
+    With group=1 all tiles of a head are adjacent; with group=heads the longest of all come first.
+    """
+    order = []
+    for first in range(0, heads, group):
+        members = range(first, min(first + group, heads))
+        for tile in reversed(range(tiles)) if causal else range(tiles):
+            order += [(head, tile) for head in members]
+    return order
+
+
+def makespan(work, slots) -> float:
+    """Time until all is done when `slots` workers each take the next piece as they become free.
+
+    Args:
+        work: duration of each piece, in the order in which they are handed out.
+        slots: workers: programs that run at a time.
+    """
+    free = [0.0] * slots
+    for length in work:
+        worker = free.index(min(free))
+        free[worker] += length
+    return max(free)
+
+
+def heads_per_group(S, D, itemsize, cache_bytes) -> int:
+    """How many heads go in a group: K and V of all of them take half of the L2 cache at most."""
+    return max(1, cache_bytes // 2 // (2 * S * D * itemsize))
+
+
+def _cache_bytes(device) -> int:
+    """Bytes of the card's L2 cache; 32 MiB where there is no card."""
+    return (
+        torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**25
+    )
+
+
+def _sizes(q, k, heads, group):
+    """T, S, heads, group, bucket: the whole-number arguments of `_ordered_kernel`."""
+    T, D = q.shape[2:]
+    S = k.shape[2]
+    if group is None:
+        group = heads_per_group(S, D, q.element_size(), _cache_bytes(q.device))
+    if type(group) is not int or group < 1:
+        raise ValueError(f"group must be a whole number from 1 up: got {group!r}")
+    return T, S, heads, min(group, heads), max(16, triton.next_power_of_2(T))
+
+
+def attention_ordered(
+    q,
+    k,
+    v,
+    causal=False,
+    scale=None,
+    block_m=64,
+    block_n=64,
+    num_warps=4,
+    num_stages=2,
+    group=None,
+):
+    """Attention whose programs come in an order: the longest first, a group of heads at a time.
+
+    Method: the scheduling of Shah et al., "FlashAttention-3" (2024), for causal masks: longest
+    tiles first within groups of heads whose keys and values fit the L2 cache.
+
+    Args and returns: as `attention_exp2`, and
+        group: heads in a group, from 1 up; None means `heads_per_group`.
+
+    There is one grid axis: any B * H.
+    """
+    tensors, slopes, tiles, heads = _prepare(q, k, v, causal, scale, block_m, block_n)
+    sizes = _sizes(q, k, heads, group)
+    with torch.cuda.device_of(q):  # the current device may be another GPU
+        _ordered_kernel[(tiles * heads,)](
+            *tensors,
+            *sizes,
+            *slopes,
+            D=q.shape[3],
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            CAUSAL=causal,
+            LATE=False,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    return tensors[3:]
+
+
+# ---------------------------------------------------------------- step 4
+if triton is not None:
+
+    @triton.jit
+    def _late_keys(
+        acc,
+        l_i,
+        m_i,
+        p,
+        alpha,
+        q,
+        k_ptr,
+        v_ptr,
+        offs_m,
+        lo,
+        hi,
+        S,
+        slope,
+        steep,
+        D: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        MASKED: tl.constexpr,
+    ):
+        """As `_keys`, but p and alpha of a tile meet its values one turn later.
+
+        So nobody waits for that product while the next tile's softmax is computed.
+        """
+        k_ptrs = _pointers(k_ptr, lo, D, BLOCK_N)  # (BLOCK_N, D)
+        v_ptrs = _pointers(v_ptr, lo - BLOCK_N, D, BLOCK_N)  # (BLOCK_N, D)
+        for start_n in range(lo, hi, BLOCK_N):
+            k = _load(k_ptrs, start_n, S, MASKED)  # (BLOCK_N, D)
+            s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
+            v = _load(v_ptrs, start_n - BLOCK_N, S, False)  # (BLOCK_N, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+            if MASKED:
+                s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
+            p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep)
+            k_ptrs += BLOCK_N * D
+            v_ptrs += BLOCK_N * D
+        return acc, l_i, m_i, p, alpha
+
+    @triton.jit
+    def _late(
+        acc,
+        l_i,
+        m_i,
+        q,
+        k_ptr,
+        v_ptr,
+        offs_m,
+        full,
+        hi,
+        S,
+        slope,
+        steep,
+        D: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr,
+    ):
+        """Both loops, late: the first tile's scores come before them, the last product after."""
+        k = _load(_pointers(k_ptr, 0, D, BLOCK_N), 0, S, True)  # (BLOCK_N, D)
+        s = _hide(tl.dot(q, tl.trans(k)), 0, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
+        p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep)
+        # fmt: off
+        acc, l_i, m_i, p, alpha = _late_keys(
+            acc, l_i, m_i, p, alpha, q, k_ptr, v_ptr, offs_m, BLOCK_N, full, S, slope, steep,
+            D, BLOCK_N, CAUSAL, False)
+        acc, l_i, m_i, p, alpha = _late_keys(
+            acc, l_i, m_i, p, alpha, q, k_ptr, v_ptr, offs_m, tl.maximum(full, BLOCK_N), hi, S,
+            slope, steep, D, BLOCK_N, CAUSAL, True)
+        # fmt: on
+        last = (hi - 1) // BLOCK_N * BLOCK_N  # where the last tile begins
+        v = _load(_pointers(v_ptr, last, D, BLOCK_N), last, S, True)  # (BLOCK_N, D)
+        return tl.dot(p.to(v.dtype), v, acc * alpha[:, None]), l_i, m_i
+
+
+class Config(NamedTuple):
+    """How a kernel is cut and run: rows of the tiles, warps, tiles in flight, order of products."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    late: bool = False
+
+
+CANDIDATES = [
+    Config(128, 64, 8, 3, late=True),
+    Config(128, 64, 8, 3),
+    Config(128, 64, 8, 2),
+    Config(128, 128, 8, 2),
+    Config(128, 64, 4, 3),
+    Config(64, 64, 4, 3, late=True),
+    Config(64, 64, 4, 3),
+    Config(64, 64, 4, 2, late=True),
+    Config(128, 32, 8, 3),
+    Config(128, 32, 8, 2, late=True),
+    Config(64, 32, 8, 2),
+]
+DEFAULTS = {  # by kind of card and head dim; chosen among those that compile without spills
+    "hopper": {
+        64: Config(128, 64, 8, 3, late=True),
+        128: Config(128, 64, 8, 3, late=True),
+        256: Config(128, 32, 8, 2, late=True),
+    },
+    "others": {64: Config(128, 64, 8, 3), 128: Config(128, 32, 8, 3), 256: Config(64, 32, 8, 2)},
+}
+
+# Bytes of shared memory that a block may take, by compute capability.
+SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}
+# Of a multiprocessor: warps, blocks, and bytes of shared memory that it holds at a time.
+MULTIPROCESSOR = {
+    80: (64, 32, 167_936),
+    86: (48, 16, 102_400),
+    89: (48, 24, 102_400),
+    90: (64, 32, 233_472),
+    120: (48, 24, 102_400),
+}
+
+
+def shared_bytes(config, D, itemsize, arch) -> int:
+    """Bytes of shared memory of `_ordered_kernel`, num_stages from 2 up; derived in the handout.
+
+    Args:
+        config: a Config. itemsize: bytes of an element. arch: 90 for sm_90.
+    """
+    m, n, stages = config.block_m, config.block_n, config.num_stages
+    if arch == 90 and m >= 64:  # wgmma reads all three from shared memory, num_stages tiles each
+        return itemsize * D * (m + 2 * n * stages + (n if config.late else 0))
+    through = m * n if D > m else 0  # P, on its way from one register layout to another
+    return itemsize * (D * (m + 2 * n * (stages - 1)) + through)
+
+
+def register_estimate(config, D) -> int:
+    """Registers a thread needs at least: its share of acc, of s, and of p where it waits."""
+    tile = config.block_m * (D + config.block_n * (2 if config.late else 1))
+    return tile // (32 * config.num_warps) + 64
+
+
+def occupancy(registers, shared, num_warps, arch) -> int:
+    """Programs that fit on a multiprocessor at a time: the least of four limits.
+
+    Args:
+        registers: a thread's; a warp gets them in pieces of 256. shared: bytes a program; the
+            driver takes 1024 more. num_warps: of a program. arch: 90 for sm_90.
+    """
+    warps, blocks, memory = MULTIPROCESSOR[arch]
+    by_registers = 65_536 // (triton.cdiv(registers * 32, 256) * 256 * num_warps)
+    return min(by_registers, memory // (shared + 1024), warps // num_warps, blocks)
+
+
+def fits(config, D, itemsize, arch) -> bool:
+    """Whether a configuration is worth trying: it launches, and is not sure to spill."""
+    if config.late and arch != 90:
+        return False  # products are waited for where they are issued: nothing to gain
+    enough = shared_bytes(config, D, itemsize, arch) <= SHARED_LIMIT[arch]
+    return enough and register_estimate(config, D) <= 255
+
+
+def default_config(D, arch) -> Config:
+    """What runs without tuning, by head dim and kind of card."""
+    return DEFAULTS["hopper" if arch == 90 else "others"][
+        64 if D <= 64 else 128 if D <= 128 else 256
+    ]
+
+
+def _arch(device) -> int:
+    """The compute capability as a number, of a known card at most as new; 86 without a card."""
+    if device.type != "cuda":
+        return 86
+    major, minor = torch.cuda.get_device_capability(device)
+    return max(known for known in SHARED_LIMIT if known <= 10 * major + minor)
+
+
+def prune(configs, named_args, **kwargs):
+    """The autotuner's early_config_prune: of `configs` those that fit, or the default alone."""
+    q, D = named_args["q_ptr"], kwargs["D"]
+    arch = _arch(q.device)
+    kept = [c for c in configs if fits(_config_of(c), D, q.element_size(), arch)]
+    return kept or [_triton_config(default_config(D, arch))]
+
+
+def _config_of(c) -> Config:
+    """A Config from Triton's."""
+    kw = c.kwargs
+    return Config(kw["BLOCK_M"], kw["BLOCK_N"], c.num_warps, c.num_stages, kw["LATE"])
+
+
+def _triton_config(config):
+    """Triton's configuration from ours."""
+    kwargs = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "LATE": config.late}
+    return triton.Config(kwargs, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def _quick_bench(call, quantiles):
+    """Times one candidate: enough to rank, and a whole search stays under a minute."""
+    return triton.testing.do_bench(call, warmup=10, rep=40, quantiles=quantiles)
+
+
+if triton is not None:
+    # The same program text as `_ordered_kernel`; the best configuration is looked for once a key.
+    _tuned_kernel = triton.autotune(
+        configs=[_triton_config(c) for c in CANDIDATES],
+        key=["bucket", "D", "CAUSAL"],  # and, by itself, the dtype of every tensor
+        prune_configs_by={"early_config_prune": prune},
+        do_bench=_quick_bench,
+    )(_ordered_kernel)
+
+
+def attention_tuned(q, k, v, causal=False, scale=None, config=None, tune=True, group=None):
+    """Attention with the configuration that is fastest on this card for these shapes.
+
+    The first call for each (power of two above T, D, causal, dtype) tries the candidates that the
+    card can launch; later calls reuse the winner. Kernels in the interpreter are never timed.
+
+    Args:
+        q, k, v, causal, scale, group: as `attention_ordered`.
+        config: a Config to use; None chooses one.
+        tune: whether to look for the best one; otherwise `default_config`.
+
+    Returns:
+        as `attention_exp2`.
+    """
+    if config is None and tune and not triton.knobs.runtime.interpret:
+        m, kernel, extra = 16, _tuned_kernel, {}
+    else:
+        config = config or default_config(q.shape[-1], _arch(q.device))
+        m, kernel = config.block_m, _ordered_kernel
+        extra = {"BLOCK_M": m, "BLOCK_N": config.block_n, "LATE": config.late}
+        extra |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    tensors, slopes, _, heads = _prepare(q, k, v, causal, scale, m, extra.get("BLOCK_N", 16))
+    sizes = _sizes(q, k, heads, group)
+    T, D = q.shape[2:]
+    with torch.cuda.device_of(q):  # the current device may be another GPU
+        kernel[lambda meta: (triton.cdiv(T, meta["BLOCK_M"]) * heads,)](
+            *tensors, *sizes, *slopes, D=D, CAUSAL=causal, **extra
+        )
+    return tensors[3:]
+
+
+def best_config() -> Config | None:
+    """The configuration that `attention_tuned` found or reused last; None before its first."""
+    best = getattr(_tuned_kernel, "best_config", None)
+    return _config_of(best) if best is not None else None
+
+
+# ---------------------------------------------------------------- step 5
+if triton is not None:
+
+    @triton.jit
+    def _tma_keys(
+        acc,
+        l_i,
+        m_i,
+        q,
+        k_desc,
+        v_desc,
+        offs_m,
+        lo,
+        hi,
+        S,
+        slope,
+        steep,
+        BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        MASKED: tl.constexpr,
+        WARP_SPECIALIZE: tl.constexpr,
+    ):
+        """As `_keys`, with tiles that the copy engine fetches by their place: no pointers."""
+        for start_n in tl.range(lo, hi, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+            k = k_desc.load([start_n, 0])  # (BLOCK_N, D)
+            v = v_desc.load([start_n, 0])  # (BLOCK_N, D)
+            s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
+            if MASKED:
+                s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
+            p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+        return acc, l_i, m_i
+
+    @triton.jit
+    def _tma_late_keys(
+        acc,
+        l_i,
+        m_i,
+        p,
+        alpha,
+        q,
+        k_desc,
+        v_desc,
+        offs_m,
+        lo,
+        hi,
+        S,
+        slope,
+        steep,
+        BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        MASKED: tl.constexpr,
+    ):
+        """As `_late_keys`, by descriptors."""
+        for start_n in range(lo, hi, BLOCK_N):
+            k = k_desc.load([start_n, 0])  # (BLOCK_N, D)
+            s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
+            v = v_desc.load([start_n - BLOCK_N, 0])  # (BLOCK_N, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+            if MASKED:
+                s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
+            p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep)
+        return acc, l_i, m_i, p, alpha
+
+    @triton.jit
+    def _tma_kernel(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        out_ptr,
+        lse_ptr,
+        T,
+        S,
+        heads,
+        group,
+        slope,
+        steep,
+        D: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        RAGGED: tl.constexpr,
+        WARP_SPECIALIZE: tl.constexpr,
+        LATE: tl.constexpr,
+    ):
+        tiles = tl.cdiv(T, BLOCK_M)
+        bh, pid_m = _tile_of_program(tl.program_id(0), tiles, heads, group, CAUSAL)
+        bh = bh.to(tl.int64)
+        # A descriptor ends with its head: rows past the end are 0 and never the next head's.
+        q_desc = tl.make_tensor_descriptor(q_ptr + bh * T * D, [T, D], [D, 1], [BLOCK_M, D])
+        k_desc = tl.make_tensor_descriptor(k_ptr + bh * S * D, [S, D], [D, 1], [BLOCK_N, D])
+        v_desc = tl.make_tensor_descriptor(v_ptr + bh * S * D, [S, D], [D, 1], [BLOCK_N, D])
+        offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+        q = q_desc.load([pid_m * BLOCK_M, 0])  # (BLOCK_M, D)
+        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, D), tl.float32)
+        full, hi = _ranges(pid_m, S, BLOCK_M, BLOCK_N, CAUSAL)
+        # fmt: off
+        if WARP_SPECIALIZE:  # takes one loop only, so each tile is masked if any needs it
+            acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, offs_m, 0, hi, S, slope,
+                                      steep, BLOCK_N, CAUSAL, CAUSAL or RAGGED, True)
+        elif LATE:
+            s = _hide(tl.dot(q, tl.trans(k_desc.load([0, 0]))), 0, offs_m, S, BLOCK_N, CAUSAL)
+            p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep)
+            acc, l_i, m_i, p, alpha = _tma_late_keys(
+                acc, l_i, m_i, p, alpha, q, k_desc, v_desc, offs_m, BLOCK_N, full, S, slope, steep,
+                BLOCK_N, CAUSAL, False)
+            acc, l_i, m_i, p, alpha = _tma_late_keys(
+                acc, l_i, m_i, p, alpha, q, k_desc, v_desc, offs_m, tl.maximum(full, BLOCK_N), hi,
+                S, slope, steep, BLOCK_N, CAUSAL, True)
+            v = v_desc.load([(hi - 1) // BLOCK_N * BLOCK_N, 0])  # (BLOCK_N, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+        else:
+            acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, offs_m, 0, full, S, slope,
+                                      steep, BLOCK_N, CAUSAL, False, False)
+            acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, offs_m, full, hi, S, slope,
+                                      steep, BLOCK_N, CAUSAL, True, False)
+        # fmt: on
+        _store(out_ptr + bh * T * D, lse_ptr + bh * T, acc, l_i, m_i, pid_m, T, slope, steep, D)
+
+
+def attention_tma(
+    q,
+    k,
+    v,
+    causal=False,
+    scale=None,
+    block_m=128,
+    block_n=128,
+    num_warps=4,
+    num_stages=2,
+    group=None,
+    warp_specialize=None,
+    late=False,
+):
+    """Attention whose tiles are fetched by tensor descriptors, by a warp of its own where it can.
+
+    Args and returns: as `attention_ordered`, half dtypes only, block sizes up to 256, and
+        warp_specialize: let Triton give loads and products to different warps; needs compute
+            capability 9, num_warps=4 and block_m=128. None: where the three hold. Triton's
+            compiler has no other form of it that works: see the handout.
+        late: hand in each product with v a turn later, as in step 4; not specialised.
+
+    Raises:
+        ValueError: the above does not hold.
+    """
+    tensors, slopes, tiles, heads = _prepare(q, k, v, causal, scale, block_m, block_n)
+    if q.dtype == torch.float32 or max(block_m, block_n) > 256:
+        got = f"{q.dtype}, {block_m} x {block_n}"
+        raise ValueError(f"descriptors here take half dtypes and tiles up to 256 rows: got {got}")
+    can = (num_warps, block_m) == (4, 128) and (_arch(q.device) == 90 or q.device.type == "cpu")
+    if warp_specialize and not can:
+        got = f"num_warps={num_warps}, block_m={block_m}, sm_{_arch(q.device)}"
+        raise ValueError(f"warp_specialize needs num_warps=4, block_m=128 and sm_90: got {got}")
+    if warp_specialize and late:
+        raise ValueError("warp_specialize takes one loop, late has two: got both")
+    T, S, heads, group, _ = _sizes(q, k, heads, group)
+    with torch.cuda.device_of(q):  # the current device may be another GPU
+        # Descriptors are built on the device, in memory that Triton asks the caller for.
+        device = q.device
+        triton.set_allocator(lambda n, *_: torch.empty(n, dtype=torch.int8, device=device))
+        _tma_kernel[(tiles * heads,)](
+            *tensors,
+            *(T, S, heads, group),
+            *slopes,
+            D=q.shape[3],
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            CAUSAL=causal,
+            RAGGED=S % block_n != 0,
+            WARP_SPECIALIZE=(can and not late) if warp_specialize is None else warp_specialize,
+            LATE=late,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    return tensors[3:]
+
+
+# ---------------------------------------------------------------- step 6
+E4M3_MAX = 448.0  # the largest number of float8_e4m3fn: 1.75 times 2**8
+
+if triton is not None:
+    TOP = tl.constexpr(E4M3_MAX)
+
+    @triton.jit
+    def _quantise_kernel(
+        x_ptr,
+        y_ptr,
+        scale_ptr,
+        stride_xn,
+        stride_xr,
+        stride_xc,
+        rows,
+        cols,
+        padded,
+        BLOCK_R: tl.constexpr,
+        BLOCK_C: tl.constexpr,
+    ):
+        """Rows of x[n] to e4m3, each with a scale of its own; columns past `cols` become 0."""
+        n = tl.program_id(0).to(tl.int64)
+        offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)  # (BLOCK_R,)
+        offs_c = tl.arange(0, BLOCK_C)  # (BLOCK_C,)
+        exists = offs_r < rows  # (BLOCK_R,)
+        x_rows = x_ptr + n * stride_xn + offs_r.to(tl.int64)[:, None] * stride_xr  # (BLOCK_R, 1)
+        y_rows = y_ptr + (n * rows + offs_r)[:, None] * padded  # (BLOCK_R, 1)
+        top = tl.zeros((BLOCK_R,), tl.float32)
+        for start in range(0, cols, BLOCK_C):
+            c = (start + offs_c).to(tl.int64)[None, :]  # (1, BLOCK_C)
+            x = tl.load(x_rows + c * stride_xc, mask=exists[:, None] & (c < cols), other=0.0)
+            top = tl.maximum(top, tl.max(tl.abs(x.to(tl.float32)), axis=1))
+        scale = tl.where(top > 0, top / TOP, 1.0)  # (BLOCK_R,)
+        for start in range(0, padded, BLOCK_C):
+            c = (start + offs_c).to(tl.int64)[None, :]  # (1, BLOCK_C)
+            x = tl.load(x_rows + c * stride_xc, mask=exists[:, None] & (c < cols), other=0.0)
+            y = tl.clamp(x.to(tl.float32) / scale[:, None], -TOP, TOP)  # (BLOCK_R, BLOCK_C)
+            tl.store(y_rows + c, y.to(y_ptr.dtype.element_ty), mask=exists[:, None] & (c < padded))
+        tl.store(scale_ptr + n * rows + offs_r, scale, mask=exists)
+
+    @triton.jit
+    def _fp8_keys(
+        acc,
+        l_i,
+        m_i,
+        q,
+        k_ptr,
+        v_ptr,
+        k_scale_ptr,
+        stride_vs,
+        stride_vd,
+        offs_m,
+        lo,
+        hi,
+        S,
+        slope,
+        steep,
+        D: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        MASKED: tl.constexpr,
+        SHIFT: tl.constexpr,
+    ):
+        """As `_keys`, for quantised k; with SHIFT > 0 v is e4m3, too, and so is p."""
+        offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        k_ptrs = _pointers(k_ptr, lo, D, BLOCK_N)  # (BLOCK_N, D)
+        v_tile = offs_n[:, None] * stride_vs + tl.arange(0, D)[None, :] * stride_vd  # (BLOCK_N, D)
+        v_ptrs = v_ptr + tl.cast(lo, tl.int64) * stride_vs + v_tile  # (BLOCK_N, D)
+        k_scale_ptrs = k_scale_ptr + lo + offs_n  # (BLOCK_N,)
+        for start_n in range(lo, hi, BLOCK_N):
+            k = _load(k_ptrs, start_n, S, MASKED)  # (BLOCK_N, D)
+            v = _load(v_ptrs, start_n, S, MASKED)  # (BLOCK_N, D)
+            if MASKED:
+                k_scale = tl.load(k_scale_ptrs, mask=start_n + offs_n < S, other=0.0)  # (BLOCK_N,)
+            else:
+                k_scale = tl.load(k_scale_ptrs)  # (BLOCK_N,)
+            s = tl.dot(q, tl.trans(k)) * k_scale[None, :]  # (BLOCK_M, BLOCK_N)
+            if MASKED:
+                s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
+            p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep, SHIFT)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+            k_ptrs += BLOCK_N * D
+            v_ptrs += BLOCK_N * stride_vs
+            k_scale_ptrs += BLOCK_N
+        return acc, l_i, m_i
+
+    @triton.jit
+    def _fp8_kernel(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        q_scale_ptr,
+        k_scale_ptr,
+        v_scale_ptr,
+        out_ptr,
+        lse_ptr,
+        stride_vn,
+        stride_vs,
+        stride_vd,
+        T,
+        S,
+        heads,
+        group,
+        slope,
+        D: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        SHIFT: tl.constexpr,
+    ):
+        tiles = tl.cdiv(T, BLOCK_M)
+        bh, pid_m = _tile_of_program(tl.program_id(0), tiles, heads, group, CAUSAL)
+        bh = bh.to(tl.int64)
+        k_ptr, v_ptr, k_scale_ptr = k_ptr + bh * S * D, v_ptr + bh * stride_vn, k_scale_ptr + bh * S
+        offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+        q_ptrs = _pointers(q_ptr + bh * T * D, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
+        q = _load(q_ptrs, pid_m * BLOCK_M, T, True)  # (BLOCK_M, D)
+        q_scale = tl.load(q_scale_ptr + bh * T + offs_m, mask=offs_m < T, other=1.0)  # (BLOCK_M,)
+        slope = q_scale * slope  # (BLOCK_M,), the query's scale costs nothing in the loop
+        steep = tl.exp2(tl.ceil(tl.log2(slope)))  # (BLOCK_M,)
+        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, D), tl.float32)
+        full, hi = _ranges(pid_m, S, BLOCK_M, BLOCK_N, CAUSAL)
+        # fmt: off
+        acc, l_i, m_i = _fp8_keys(
+            acc, l_i, m_i, q, k_ptr, v_ptr, k_scale_ptr, stride_vs, stride_vd, offs_m, 0, full, S,
+            slope, steep, D, BLOCK_N, CAUSAL, False, SHIFT)
+        acc, l_i, m_i = _fp8_keys(
+            acc, l_i, m_i, q, k_ptr, v_ptr, k_scale_ptr, stride_vs, stride_vd, offs_m, full, hi, S,
+            slope, steep, D, BLOCK_N, CAUSAL, True, SHIFT)
+        # fmt: on
+        if SHIFT:
+            v_scale = tl.load(v_scale_ptr + bh * D + tl.arange(0, D))  # (D,)
+            acc = acc * v_scale[None, :]  # (BLOCK_M, D)
+        out_ptr, lse_ptr = out_ptr + bh * T * D, lse_ptr + bh * T
+        _store(out_ptr, lse_ptr, acc, l_i, m_i, pid_m, T, slope, steep, D, SHIFT)
+
+
+class Quantised(NamedTuple):
+    """A tensor in float8_e4m3fn and its float32 scales: x is about values * scales.
+
+    Tokens of q and k: values (B, H, T, D), scales (B, H, T). Channels of v: values (B, H, D, S'),
+    transposed, S' being S up to a multiple of 16 (0 past S), scales (B, H, D).
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
+def quantise(x, per="token") -> Quantised:
+    """To e4m3, a scale for each token or for each channel, chosen so that the largest is 448.
+
+    Args:
+        x: (B, H, T, D) float16, bfloat16 or float32, any strides.
+        per: "token" for q and k; "channel" for v, which is transposed.
+
+    Raises:
+        ValueError: the above does not hold.
+    """
+    if x.dim() != 4 or x.numel() == 0 or per not in ("token", "channel"):
+        got = f"{tuple(x.shape)}, per={per!r}"
+        raise ValueError(f'wanted (B, H, T, D), not empty, per "token" or "channel": got {got}')
+    check_kernel_dtype(x=x)
+    check_launch(x=x)
+    B, H = x.shape[:2]
+    if per == "channel":
+        x = x.transpose(2, 3)
+    x = x.flatten(0, 1)  # a view where strides allow
+    heads, rows, cols = x.shape
+    padded = cols if per == "token" else triton.cdiv(cols, 16) * 16
+    values = torch.empty(B, H, rows, padded, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(B, H, rows, dtype=torch.float32, device=x.device)
+    block_r, block_c = (32, triton.next_power_of_2(cols)) if per == "token" else (16, 256)
+    if triton.cdiv(rows, block_r) > MAX_GRID_YZ or heads > MAX_PROGRAMS:
+        raise ValueError(f"at most {MAX_GRID_YZ * block_r:,} rows a head: got {rows:,}")
+    with torch.cuda.device_of(x):  # the current device may be another GPU
+        _quantise_kernel[(heads, triton.cdiv(rows, block_r))](
+            x, values, scales, *x.stride(), rows, cols, padded, BLOCK_R=block_r, BLOCK_C=block_c
+        )
+    return Quantised(values, scales)
+
+
+def attend_fp8(
+    q,
+    k,
+    v,
+    causal=False,
+    scale=None,
+    block_m=128,
+    block_n=128,
+    num_warps=8,
+    num_stages=3,
+    group=None,
+    out_dtype=torch.bfloat16,
+):
+    """Attention of quantised tensors.
+
+    Method: Shah et al., "FlashAttention-3" (2024), section 3.3, with a scale for each token in the
+    place of one for each block.
+
+    Args:
+        q, k: Quantised per token, (B, H, T, D) and (B, H, S, D).
+        v: Quantised per channel; or a (B, H, S, D) tensor in `out_dtype`: then only the scores are
+            computed in e4m3.
+        out_dtype: of the result.
+        others as `attention_ordered`; block_n from 32 up.
+
+    Returns:
+        out (B, H, T, D) in out_dtype, lse (B, H, T) float32.
+
+    Raises:
+        ValueError: the above does not hold, or the card has no e4m3: below compute capability 8.9.
+    """
+    B, H, T, D = q.values.shape
+    S = k.values.shape[2]
+    device = q.values.device
+    if device.type == "cuda":
+        check_e4m3(_arch(device))
+    if causal and T != S:
+        raise ValueError(f"causal needs as many keys as queries: got T={T}, S={S}")
+    check_kernel_blocks(block_m=block_m, block_n=block_n)
+    if block_n < 32:
+        raise ValueError(f"e4m3 products take 32 keys at a time: got block_n={block_n}")
+    scale = 1.0 / math.sqrt(D) if scale is None else scale
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"scale must be a positive number: got {scale}")
+    if group is None:
+        group = heads_per_group(S, D, 1, _cache_bytes(device))
+    if isinstance(v, Quantised):
+        values, v_scales, shift = v.values, v.scales, 8
+        strides = values.stride(1), 1, values.stride(2)
+    else:
+        values, v_scales, shift = v.contiguous(), k.scales, 0  # its scales are not looked at
+        strides = values.stride(1), D, 1
+    tiles, heads = triton.cdiv(T, block_m), B * H
+    out = torch.empty(B, H, T, D, dtype=out_dtype, device=device)
+    lse = torch.empty(B, H, T, dtype=torch.float32, device=device)
+    with torch.cuda.device_of(q.values):  # the current device may be another GPU
+        _fp8_kernel[(tiles * heads,)](
+            *(q.values, k.values, values, q.scales, k.scales, v_scales, out, lse),
+            *strides,
+            *(T, S, heads, min(group, heads), scale * math.log2(math.e)),
+            D=D,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            CAUSAL=causal,
+            SHIFT=shift,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    return out, lse
+
+
+def attention_fp8(q, k, v, causal=False, scale=None, values=True, **config):
+    """Attention with q and k, and with `values` v and p, in e4m3: quantises, then `attend_fp8`.
+
+    Args:
+        q, k, v, causal, scale: as `attention_exp2`; D from 32 up.
+        values: whether v is quantised, too.
+        config: block sizes and so on of `attend_fp8`.
+
+    Returns:
+        as `attention_exp2`.
+    """
+    check_qkv(q, k, v, causal)
+    check_kernel_dtype(q=q, k=k, v=v)
+    check_head_dim(q.shape[-1])
+    if q.shape[-1] < 32:
+        raise ValueError(f"e4m3 products take 32 channels at a time: got D={q.shape[-1]}")
+    check_launch(q=q, k=k, v=v)
+    v = quantise(v, "channel") if values else v
+    return attend_fp8(quantise(q), quantise(k), v, causal, scale, out_dtype=q.dtype, **config)
+
+
+def check_e4m3(arch) -> None:
+    """Raises ValueError for a card (86 for sm_86) whose tensor cores do not take e4m3."""
+    if arch < 89:
+        raise ValueError(f"e4m3 products need compute capability 8.9: got sm_{arch}")
+
+
+def rmse(got, want) -> float:
+    """Root of the mean squared difference, in float64: how far off a result is on the whole."""
+    return (got.double() - want.double()).square().mean().sqrt().item()
+
+
+def with_outliers(x, size=32.0):
+    """x with its first channel `size` times as large, as keys of language models have some."""
+    x = x.clone()
+    x[..., 0] *= size
+    return x

@@ -1,0 +1,1280 @@
+"""Tests of lab 10. Run `pytest labs/10_fast_attention`; `--step 2` runs one step's tests.
+
+`lab` is the code under test; each call of its functions runs under guard (labs/_harness/guard.py).
+`oracle` gives inputs and float64 results with their error budgets. The rungs of the ladder are held
+to the same numerics: the same checks run on each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from labs._harness import interpreter, memory, oracle, runtime, xray
+from labs._harness.cards import CARDS, FITS, state, verdict
+from labs._harness.cases import interpreter_only, kernel_dtypes, needs_compiler, needs_triton
+
+STEPS = {
+    1: "attention_exp2",
+    2: "attention_two_loops",
+    3: "attention_ordered",
+    4: "attention_tuned",
+    5: "attention_tma",
+    6: "attention_fp8",
+}
+
+# Most elements of a row that torch's softmax or logsumexp may see at a time, by function.
+ROW_LIMITS = dict.fromkeys([*STEPS.values(), "attend_fp8", "quantise"], 0)
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E4M3 = torch.float8_e4m3fn
+
+here = runtime.setup()
+causal_or_full = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+late_or_not = pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+score_kinds = pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "low"])
+lengths = pytest.mark.parametrize("T", [1, 37])
+# (T, block_m, block_n): tiles higher than wide and wider than high, ragged, whole, one above.
+tilings = pytest.mark.parametrize(
+    ("T", "block_m", "block_n"),
+    [(65, 32, 16), (50, 16, 32), (50, 64, 16), (64, 32, 32), (33, 32, 16)],
+)
+
+
+def step1(test):
+    return pytest.mark.step(1)(needs_triton(test))
+
+
+def step2(test):
+    return pytest.mark.step(2)(needs_triton(test))
+
+
+def step3(test):
+    return pytest.mark.step(3)(needs_triton(test))
+
+
+def step4(test):
+    return pytest.mark.step(4)(needs_triton(test))
+
+
+def step5(test):
+    return pytest.mark.step(5)(needs_triton(test))
+
+
+def step6(test):
+    return pytest.mark.step(6)(needs_triton(test))
+
+
+# ---------------------------------------------------------------- what all rungs are held to
+
+
+def rung(lab, step, late=False):
+    """The function of a step as f(q, k, v, causal, scale, block_m, block_n)."""
+    if step == 4:
+
+        def tuned(q, k, v, causal=False, scale=None, block_m=16, block_n=16):
+            config = lab.Config(block_m, block_n, 4, 2, late)
+            return lab.attention_tuned(q, k, v, causal, scale, config=config)
+
+        return tuned
+    function = getattr(lab, STEPS[step])
+
+    def run(q, k, v, causal=False, scale=None, block_m=16, block_n=16):
+        return function(q, k, v, causal, scale, block_m=block_m, block_n=block_n)
+
+    return run
+
+
+def fenced_qkv(*args, **kwargs):
+    return tuple(memory.fenced(x) for x in oracle.qkv(*args, **kwargs))
+
+
+def check(run, q, k, v, causal=False, scale=None, block_m=16, block_n=16):
+    got = run(q, k, v, causal, scale, block_m, block_n)
+    want = oracle.attention(q, k, v, causal, kernel=True, tiles=(block_m, block_n), scale=scale)
+    oracle.check_all(want, got, "attention")
+
+
+def check_huge_equal_scores(run, device):
+    """Scores near +-1e11: equal scores weigh equally, however they were rounded on the way."""
+    dtype = F32 if here.interpret else BF16
+    for D, sign, causal in ((32, 1, False), (64, 1, True), (64, -1, True)):
+        x = torch.full((1, 1, 33, D), 133120.0, dtype=dtype, device=device)
+        out, lse = run(x, sign * x, x, causal)
+        assert (out == x).all().item(), (
+            f"equal scores weigh equally: want 133120, got {out[0, 0, -1, 0].item()}"
+        )
+        want = sign * 133120.0**2 * math.sqrt(D)
+        assert (lse.double() / want - 1).abs().max().item() < 1e-6
+
+
+def check_other_heads_unread(run, device, dtype=F32, causal=False):
+    """NaN in the heads before and behind must not reach this one: T is ragged on purpose."""
+    q, k, v = oracle.qkv(1, 3, 21, 32, dtype=dtype, device=device)
+    for x in (q, k, v):
+        x[:, 0], x[:, 2] = math.nan, math.nan
+    out, lse = run(q, k, v, causal, None, 32, 32)
+    middle = tuple(x[:, 1:2] for x in (q, k, v))
+    want = oracle.attention(*middle, causal, kernel=True)
+    oracle.check_all(want, (out[:, 1:2], lse[:, 1:2]), "attention")
+
+
+def check_layouts_and_scale(run, device, dtype=F32):
+    q, k, v = oracle.qkv(1, 2, 17, 16, dtype=dtype, device=device, layout="transposed")
+    check(run, q, k, v, True)
+    check(run, q.contiguous(), k.contiguous(), v, False)  # only V has other strides
+    check(run, q, k, v, False, scale=0.75)
+
+
+def check_key_lengths(run, device, dtype=F32):
+    for S in (1, 33):
+        q, k, v = oracle.qkv(1, 2, 9, 16, S=S, dtype=dtype, device=device)
+        check(run, q, k, v, block_n=32)
+
+
+def check_follows_its_input(run, device, dtype=F32):
+    q, k, v = oracle.qkv(1, 1, 20, 16, dtype=dtype, device=device)
+    out, lse = run(q, k, v)
+    kept = out.clone(), lse.clone()
+    for x in (q, k, v):
+        x.copy_(oracle.inputs(1, 1, 20, 16, dtype=dtype, device=device))
+    check(run, q, k, v)
+    for got, old in zip((out, lse), kept, strict=True):
+        assert torch.equal(got, old), "a second call must not write into the first one's result"
+
+
+def check_is_the_kernels_work(lab, run, device, dtype=F32):
+    q, k, v = oracle.qkv(1, 1, 20, 16, dtype=dtype, device=device)
+    run(q, k, v)
+    with lab.no_program():
+        results = run(q, k, v)
+    for name, x in zip(("out", "lse"), results, strict=True):
+        assert bool(x.isnan().all()), f"no program ran, yet {name} has numbers: the kernel's work"
+
+
+def check_moves_few_bytes(lab, run, device, block_m, block_n, causal, dtype=F32):
+    B, H, T, D = 1, 1, 70, 16
+    q, k, v = oracle.qkv(B, H, T, D, dtype=dtype, device=device)
+    check(run, q, k, v, causal, None, block_m, block_n)
+    work, row = lab.kernels, D * q.element_size()
+    keys = flops = 0
+    for start in range(0, T, block_m):
+        tiles = math.ceil((min(start + block_m, T) if causal else T) / block_n)
+        keys += min(tiles * block_n, T)
+        flops += tiles * 4 * block_m * block_n * D
+    want = B * H * (T + 2 * keys) * row
+    assert work.bytes_loaded <= want, (
+        f"q once, and for each query tile the keys and values that it sees: {want} bytes; "
+        f"got {work.bytes_loaded}"
+    )
+    assert work.dot_flops == B * H * flops, (
+        f"two products a visited tile: {B * H * flops} FLOPs; got {work.dot_flops}"
+    )
+    assert work.bytes_stored == B * H * T * (row + 4), "out and lse are written once"
+
+
+def check_rejects(lab, run, device, dtype=F32):
+    q, k, v = oracle.qkv(1, 1, 8, 16, dtype=dtype, device=device)
+    run(q, k, v)
+    short = k[:, :, :5]
+    for bad in ((q[0], k, v), (q, k[..., :8], v), (q, k, v.half() if dtype == F32 else v.float())):
+        with pytest.raises(ValueError, match="got"):
+            run(*bad)
+    with pytest.raises(ValueError, match="T=8, S=5"):
+        run(q, short, short, True)
+    with pytest.raises(ValueError, match="12"):
+        run(*(x[..., :12] for x in (q, k, v)))
+    with pytest.raises(ValueError, match="float64"):
+        run(q.double(), k.double(), v.double())
+    for scale in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="scale"):
+            run(q, k, v, False, scale)
+    for block in (0, 8, 24):
+        with pytest.raises(ValueError, match="block_m"):
+            run(q, k, v, block_m=block)
+        with pytest.raises(ValueError, match="block_n"):
+            run(q, k, v, block_n=block)
+    if here.interpret:
+        with pytest.raises(ValueError, match="bfloat16"):
+            run(q.bfloat16(), k.bfloat16(), v.bfloat16())
+
+
+def check_compiles(lab, request, launcher, archs=tuple(CARDS), **options):
+    """For each card: compiles, fits, and spills nothing."""
+    cached = hasattr(request.config, "cache")  # not with pytest -p no:cacheprovider
+    x = xray.XRay(request.path, str(lab.file), cache=xray.CACHE if cached else None)
+    units = [x.unit(launcher, arch, card=arch, **options) for arch in archs]
+    x.compile(units)
+    kernels = [c for unit in units for c in x.of(unit)]
+    for c in kernels:
+        if c.unwritten:
+            raise NotImplementedError(c.unwritten)
+    bad = [f"{c.kernel} on {c.arch}: {verdict(c)}" for c in kernels if state(c) != FITS]
+    assert not bad, "\n".join(bad)
+    return kernels
+
+
+@contextlib.contextmanager
+def interpreter_with(**methods):
+    """The interpreter's builder with some methods replaced; the test is skipped where it has none.
+
+    Each is made by a function of the method that it replaces.
+    """
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    for name in methods:
+        if not hasattr(builder, name):
+            pytest.skip(f"this Triton's interpreter has no {name}")
+    before = {name: getattr(builder, name) for name in methods}
+    for name, make in methods.items():
+        setattr(builder, name, make(before[name]))
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(builder, name)  # what is left is the class's own
+
+
+@contextlib.contextmanager
+def true_fma():
+    """Within the block tl.fma rounds once, as on a GPU; the interpreter itself rounds twice."""
+
+    def make(_):
+        from triton.runtime.interpreter import TensorHandle
+
+        def create_fma(x, y, z):
+            exact = x.data.astype(np.float64) * y.data + z.data  # 48 bits of product fit in 53
+            return TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+
+        return create_fma
+
+    with interpreter_with(create_fma=make) if here.interpret else contextlib.nullcontext():
+        yield
+
+
+# ---------------------------------------------------------------- step 1
+
+
+@step1
+@causal_or_full
+@kernel_dtypes
+@lengths
+def test_exp2(lab, device, T, dtype, causal):
+    check(rung(lab, 1), *fenced_qkv(2, 1, T, 32, dtype=dtype, device=device), causal)
+
+
+@step1
+@causal_or_full
+@tilings
+def test_exp2_tiles(lab, device, T, block_m, block_n, causal):
+    q, k, v = fenced_qkv(1, 2, T, 16, device=device)
+    check(rung(lab, 1), q, k, v, causal, None, block_m, block_n)
+
+
+@step1
+@pytest.mark.parametrize("D", [16, 64, 128, 256])
+def test_exp2_head_dims(lab, device, D):
+    check(rung(lab, 1), *fenced_qkv(1, 2, 21, D, device=device), True)
+
+
+@step1
+@causal_or_full
+@score_kinds
+def test_exp2_score_ranges(lab, device, kind, causal):
+    check(rung(lab, 1), *fenced_qkv(1, 1, 40, 32, kind=kind, device=device), causal)
+
+
+@step1
+def test_exp2_huge_equal_scores(lab, device):
+    with true_fma():
+        check_huge_equal_scores(rung(lab, 1), device)
+
+
+@step1
+@pytest.mark.parametrize("power", [6, 10, 13, 17, 20])
+def test_exp2_tiles_agree_on_their_reference(lab, device, power):
+    # All scores of a row are equal and large: out is the mean of the values so far. The rounding
+    # of the maximum must be the same in p, in alpha and in lse, or early tiles weigh more than
+    # late ones.
+    x = 1.375 * 2.0**power  # few bits: the products are exact in TF32, too
+    q = torch.full((1, 1, 80, 16), x, device=device)
+    v = oracle.inputs(1, 1, 80, 16, device=device) + 2
+    with true_fma():
+        out, lse = rung(lab, 1)(q, q, v, True)
+    count = torch.arange(1, 81, device=device)
+    want = v.double().cumsum(2) / count[:, None]
+    eps = 1e-5 if here.interpret else 1e-2
+    assert ((out.double() - want).abs().max() / want.abs().max()).item() < eps
+    score = 16 * x * x / 4
+    assert ((lse[0, 0].double() - score - count.log()).abs().max() / score).item() < 4e-7
+
+
+@step1
+def test_exp2_half_scores_do_not_overflow(lab, device):
+    q, k, v = fenced_qkv(1, 1, 20, 64, dtype=F16, device=device)
+    check(rung(lab, 1), q * 60, k * 60, v)  # q.k before scaling passes 65,504
+
+
+@step1
+def test_exp2_lse_is_natural(lab, device):
+    v = oracle.inputs(1, 1, 2, 16, device=device)
+    _, lse = rung(lab, 1)(torch.zeros_like(v), v, v)
+    assert (lse - math.log(2)).abs().max().item() < 1e-6, "two equal scores of 0: log 2 = 0.6931"
+
+
+@step1
+def test_exp2_layouts_and_scale(lab, device):
+    check_layouts_and_scale(rung(lab, 1), device)
+
+
+@step1
+def test_exp2_key_lengths(lab, device):
+    check_key_lengths(rung(lab, 1), device)
+
+
+@step1
+@interpreter_only
+@causal_or_full
+@pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
+def test_exp2_moves_few_bytes(lab, device, block_m, block_n, causal):
+    check_moves_few_bytes(lab, rung(lab, 1), device, block_m, block_n, causal)
+
+
+@step1
+@interpreter_only
+def test_exp2_is_the_kernels_work(lab, device):
+    check_is_the_kernels_work(lab, rung(lab, 1), device)
+
+
+@step1
+def test_exp2_follows_its_input(lab, device):
+    check_follows_its_input(rung(lab, 1), device)
+
+
+@step1
+def test_exp2_rejects(lab, device):
+    check_rejects(lab, rung(lab, 1), device)
+    q = oracle.inputs(1, 1, 1, 16, device=device).expand(70_000, 1, 1, 16)
+    with pytest.raises(ValueError, match="65,535"):
+        rung(lab, 1)(q, q, q)
+
+
+@step1
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_exp2_compiles_for_every_card(lab, request):
+    check_compiles(lab, request, "attention_exp2")
+
+
+# ---------------------------------------------------------------- step 2
+
+
+@step2
+@causal_or_full
+@kernel_dtypes
+@lengths
+def test_two_loops(lab, device, T, dtype, causal):
+    check(rung(lab, 2), *fenced_qkv(1, 2, T, 32, dtype=dtype, device=device), causal)
+
+
+@step2
+@causal_or_full
+@tilings
+def test_two_loops_tiles(lab, device, T, block_m, block_n, causal):
+    q, k, v = fenced_qkv(1, 2, T, 16, device=device)
+    check(rung(lab, 2), q, k, v, causal, None, block_m, block_n)
+
+
+@step2
+@causal_or_full
+@score_kinds
+def test_two_loops_score_ranges(lab, device, kind, causal):
+    check(rung(lab, 2), *fenced_qkv(1, 1, 40, 32, kind=kind, device=device), causal)
+
+
+@step2
+def test_two_loops_huge_equal_scores(lab, device):
+    with true_fma():
+        check_huge_equal_scores(rung(lab, 2), device)
+
+
+@step2
+def test_two_loops_other_heads_unread(lab, device):
+    check_other_heads_unread(rung(lab, 2), device)
+
+
+@step2
+def test_two_loops_layouts_and_key_lengths(lab, device):
+    check_layouts_and_scale(rung(lab, 2), device)
+    check_key_lengths(rung(lab, 2), device)
+
+
+@step2
+@interpreter_only
+@causal_or_full
+@pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
+def test_two_loops_moves_few_bytes(lab, device, block_m, block_n, causal):
+    check_moves_few_bytes(lab, rung(lab, 2), device, block_m, block_n, causal)
+
+
+def tiles_that_need_masks(T, block_m, block_n, causal) -> int:
+    """Key tiles that some row of their query tile does not see in full."""
+    total = 0
+    for start in range(0, T, block_m):
+        hi = min(start + block_m, T) if causal else T
+        seen = min(start + 1, T) if causal else T
+        total += math.ceil(hi / block_n) - seen // block_n
+    return total
+
+
+@step2
+@interpreter_only
+@causal_or_full
+@pytest.mark.parametrize(
+    ("T", "block_m", "block_n"), [(128, 32, 16), (128, 16, 32), (100, 32, 32), (64, 32, 32)]
+)
+def test_two_loops_masks_only_where_needed(lab, device, T, block_m, block_n, causal):
+    run, calls = rung(lab, 2), 0
+    q, k, v = oracle.qkv(1, 1, T, 16, device=device)
+
+    def counting(create_select):
+        def create(*args):
+            nonlocal calls
+            tile = args[0].data.shape == (block_m, block_n)
+            calls += tile and block_m != 1
+            return create_select(*args)
+
+        return create
+
+    with interpreter_with(create_select=counting):
+        run(q, k, v, causal, None, block_m, block_n)
+    want = tiles_that_need_masks(T, block_m, block_n, causal)
+    assert calls == want, f"{want} tiles of scores need a mask: got {calls} masked"
+
+
+@step2
+@interpreter_only
+def test_two_loops_is_the_kernels_work(lab, device):
+    check_is_the_kernels_work(lab, rung(lab, 2), device)
+
+
+@step2
+def test_two_loops_follows_its_input(lab, device):
+    check_follows_its_input(rung(lab, 2), device)
+
+
+@step2
+def test_two_loops_rejects(lab, device):
+    check_rejects(lab, rung(lab, 2), device)
+
+
+@step2
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_two_loops_compiles_for_every_card(lab, request):
+    check_compiles(lab, request, "attention_two_loops")
+
+
+# ---------------------------------------------------------------- step 3
+
+
+@step3
+@causal_or_full
+@kernel_dtypes
+@lengths
+def test_ordered(lab, device, T, dtype, causal):
+    check(rung(lab, 3), *fenced_qkv(2, 1, T, 32, dtype=dtype, device=device), causal)
+
+
+@step3
+@causal_or_full
+@pytest.mark.parametrize("group", [1, 2, 3, 99])
+def test_ordered_groups(lab, device, group, causal):
+    def run(q, k, v, causal, scale, block_m, block_n):
+        return lab.attention_ordered(
+            q, k, v, causal, scale, block_m=block_m, block_n=block_n, group=group
+        )
+
+    check(run, *fenced_qkv(1, 5, 20, 16, device=device), causal, None, 16, 16)
+
+
+@step3
+def test_ordered_huge_equal_scores(lab, device):
+    with true_fma():
+        check_huge_equal_scores(rung(lab, 3), device)
+
+
+@step3
+def test_ordered_other_heads_unread(lab, device):
+    check_other_heads_unread(rung(lab, 3), device, causal=True)
+
+
+def written_by_program(lab, tiles, heads, group, causal, device) -> list[tuple[int, int]]:
+    """(head, query tile) that each program of `attention_ordered` writes, in their order."""
+    block, D = 16, 16
+
+    class Places(interpreter.Observer):
+        def __init__(self):
+            self.found = {}
+
+        def store(self, launch, address, mask, itemsize):
+            active = address[mask]
+            if active.size and launch.tensor_at(int(active.min())) == "out_ptr":
+                out = launch.tensors["out_ptr"]
+                row = (int(active.min()) - out.data_ptr()) // (out.element_size() * D)
+                self.found[launch.program[0]] = divmod(row, tiles * block)
+
+    q, k, v = oracle.qkv(1, heads, tiles * block, D, device=device)
+    places = Places()
+    with interpreter.observe(places):
+        lab.attention_ordered(q, k, v, causal, block_m=block, block_n=block, group=group)
+    found = [places.found[n] for n in range(tiles * heads)]
+    return [(head, row // block) for head, row in found]
+
+
+@step3
+@interpreter_only
+@causal_or_full
+@pytest.mark.parametrize(
+    ("tiles", "heads", "group"), [(1, 1, 1), (3, 2, 1), (3, 2, 2), (2, 5, 2), (3, 4, 3)]
+)
+def test_program_order_is_what_the_kernel_does(lab, device, tiles, heads, group, causal):
+    want = lab.program_order(tiles, heads, group, causal)
+    assert written_by_program(lab, tiles, heads, group, causal, device) == want
+
+
+@step3
+def test_program_order_worked_examples(lab):
+    assert lab.program_order(3, 2, 1, True) == [(0, 2), (0, 1), (0, 0), (1, 2), (1, 1), (1, 0)]
+    assert lab.program_order(2, 2, 2, True) == [(0, 1), (1, 1), (0, 0), (1, 0)]
+    assert lab.program_order(2, 3, 2, False) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+
+
+@step3
+@causal_or_full
+@pytest.mark.parametrize(("tiles", "heads", "group"), [(7, 5, 2), (1, 9, 4), (6, 1, 8), (5, 6, 3)])
+def test_program_order_visits_each_tile_once(lab, tiles, heads, group, causal):
+    order = lab.program_order(tiles, heads, group, causal)
+    assert sorted(order) == [(h, t) for h in range(heads) for t in range(tiles)]
+    if causal:
+        for first in range(0, heads, group):
+            mine = [tile for head, tile in order if first <= head < first + group]
+            assert mine == sorted(mine, reverse=True), "the longest tiles of a group come first"
+
+
+@step3
+def test_makespan(lab):
+    assert lab.makespan([3, 3, 2, 2, 2], 2) == 7
+    assert lab.makespan([5], 3) == 5
+    assert lab.makespan([1] * 132, 132) == 1
+    assert lab.makespan([1] * 133, 132) == 2
+    assert lab.makespan(range(1, 9), 4) > lab.makespan(range(8, 0, -1), 4), "long ones last wait"
+
+
+@step3
+def test_longest_first_balances_a_card(lab):
+    tiles, heads, slots = 16, 32, 132
+    order = lab.program_order(tiles, heads, heads, True)
+    work = [tile + 1 for _, tile in order]
+    ideal = sum(work) / slots
+    assert lab.makespan(work, slots) < 1.08 * ideal
+    assert lab.makespan(sorted(work), slots) > 1.15 * ideal, "shortest first"
+
+
+@step3
+def test_heads_per_group(lab):
+    assert lab.heads_per_group(4096, 128, 2, 50 << 20) == 12  # 2 MiB a head, half of 50
+    assert lab.heads_per_group(1 << 20, 128, 2, 50 << 20) == 1, "at least one"
+    assert lab.heads_per_group(4096, 64, 2, 32 << 20) == 16
+
+
+@step3
+def test_ordered_takes_any_number_of_heads(lab, device):
+    q = oracle.inputs(1, 1, 1, 16, device=device).expand(70_000, 1, 1, 16)
+    few = lab.last_program_only() if here.interpret else contextlib.nullcontext()
+    with few:
+        out, lse = lab.attention_ordered(q, q, q, block_m=16, block_n=16)
+    last = q[-1:]
+    want = oracle.attention(last, last, last, kernel=True)
+    oracle.check_all(want, (out[-1:], lse[-1:]), "attention_ordered")
+
+
+@step3
+def test_ordered_offsets_beyond_32_bits(lab, device):
+    B, H, T, D = 5, 1639, 1030, 256
+    try:
+        x = torch.empty(B, H, T, D, dtype=F16, device=device)
+    except RuntimeError as error:
+        pytest.skip(f"needs 8.6 GB of address space: {str(error)[:60]}")
+    x[-1:, -1:] = oracle.inputs(1, 1, T, D, dtype=F16, device=device)
+    few = lab.last_program_only() if here.interpret else contextlib.nullcontext()
+    with few:
+        out, lse = lab.attention_ordered(x, x, x, block_m=256 if here.interpret else 64, group=1)
+    last = x[-1:, -1:]
+    rows = slice(1024, T)  # the last program's: tile 4 of 256 rows
+    want = oracle.attention(last[:, :, rows], last, last, kernel=True)
+    oracle.check_all(want, (out[-1:, -1:, rows], lse[-1:, -1:, rows]), "attention_ordered")
+
+
+@step3
+def test_ordered_follows_its_input(lab, device):
+    check_follows_its_input(rung(lab, 3), device)
+
+
+@step3
+@interpreter_only
+def test_ordered_is_the_kernels_work(lab, device):
+    check_is_the_kernels_work(lab, rung(lab, 3), device)
+
+
+@step3
+def test_ordered_rejects(lab, device):
+    check_rejects(lab, rung(lab, 3), device)
+    q = oracle.inputs(1, 1, 4, 16, device=device)
+    for group in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="group"):
+            lab.attention_ordered(q, q, q, group=group)
+
+
+@step3
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_ordered_compiles_for_every_card(lab, request):
+    check_compiles(lab, request, "attention_ordered")
+
+
+# ---------------------------------------------------------------- step 4
+
+
+@step4
+@late_or_not
+@causal_or_full
+@kernel_dtypes
+@lengths
+def test_tuned(lab, device, T, dtype, causal, late):
+    check(rung(lab, 4, late), *fenced_qkv(1, 2, T, 32, dtype=dtype, device=device), causal)
+
+
+@step4
+@causal_or_full
+@tilings
+def test_late_tiles(lab, device, T, block_m, block_n, causal):
+    q, k, v = fenced_qkv(1, 2, T, 16, device=device)
+    check(rung(lab, 4, True), q, k, v, causal, None, block_m, block_n)
+
+
+@step4
+@causal_or_full
+@score_kinds
+def test_late_score_ranges(lab, device, kind, causal):
+    check(rung(lab, 4, True), *fenced_qkv(1, 1, 40, 32, kind=kind, device=device), causal)
+
+
+@step4
+def test_late_huge_equal_scores(lab, device):
+    with true_fma():
+        check_huge_equal_scores(rung(lab, 4, True), device)
+
+
+@step4
+def test_late_other_heads_unread(lab, device):
+    check_other_heads_unread(rung(lab, 4, True), device)
+    check_key_lengths(rung(lab, 4, True), device)
+
+
+@step4
+@interpreter_only
+@causal_or_full
+@pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
+def test_late_moves_few_bytes(lab, device, block_m, block_n, causal):
+    check_moves_few_bytes(lab, rung(lab, 4, True), device, block_m, block_n, causal)
+
+
+@step4
+@causal_or_full
+@pytest.mark.parametrize("D", [16, 64, 128])
+def test_tuned_default_configuration(lab, device, D, causal):
+    q, k, v = fenced_qkv(1, 1, 130, D, dtype=F16, device=device)
+    got = lab.attention_tuned(q, k, v, causal, tune=False)
+    oracle.check_all(oracle.attention(q, k, v, causal, kernel=True), got, "attention_tuned")
+
+
+@step4
+@interpreter_only
+def test_tuned_never_times_the_interpreter(lab, device, monkeypatch):
+    def timed(*args, **kwargs):
+        raise AssertionError("the interpreter's times mean nothing: run the default configuration")
+
+    monkeypatch.setattr("triton.testing.do_bench", timed)
+    q, k, v = fenced_qkv(1, 1, 40, 16, device=device)
+    oracle.check_all(
+        oracle.attention(q, k, v, kernel=True), lab.attention_tuned(q, k, v), "attention_tuned"
+    )
+
+
+# (BLOCK_M, BLOCK_N, warps, stages, late), D, archs: what the formula is checked on.
+FORMULA = [
+    ((64, 64, 4, 2, False), 64),
+    ((64, 64, 4, 3, False), 128),
+    ((128, 64, 8, 2, False), 128),
+    ((128, 64, 8, 3, False), 64),
+    ((64, 32, 4, 3, False), 128),
+    ((64, 64, 4, 2, True), 64),
+    ((128, 64, 8, 3, True), 128),
+]
+
+
+@step4
+@needs_compiler
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("config", "D"), FORMULA, ids=str)
+def test_shared_bytes_is_what_the_compiler_takes(lab, request, config, D):
+    config = lab.Config(*config)
+    lab.shared_bytes(config, D, 2, 90)  # before anything is compiled: it may not be written yet
+    cached = hasattr(request.config, "cache")
+    x = xray.XRay(request.path, str(lab.file), cache=xray.CACHE if cached else None)
+    names = ("block_m", "block_n", "num_warps", "num_stages", "late")
+    options = dict(zip(names, config, strict=True)) | {"head_dim": D}
+    units = {arch: x.unit("attention_tuned", arch, **options) for arch in CARDS}
+    x.compile(list(units.values()))
+    for arch, unit in units.items():
+        (c,) = x.of(unit)
+        if c.unwritten:
+            raise NotImplementedError(c.unwritten)
+        got = lab.shared_bytes(config, D, 2, int(arch.removeprefix("sm_")))
+        assert got == c.shared, f"{arch}: the compiler takes {c.shared:,} bytes, got {got:,}"
+
+
+@step4
+def test_shared_bytes_worked_examples(lab):
+    eight = lab.Config(128, 64, 8, 2)
+    assert lab.shared_bytes(eight, 128, 2, 120) == 65_536
+    assert lab.shared_bytes(eight._replace(num_stages=3), 128, 2, 86) == 98_304
+    assert lab.shared_bytes(eight._replace(num_stages=4), 128, 2, 86) == 131_072, "too much there"
+    assert lab.shared_bytes(eight._replace(num_stages=3), 128, 2, 90) == 131_072
+    assert lab.shared_bytes(eight._replace(num_stages=3, late=True), 128, 2, 90) == 147_456
+    assert lab.shared_bytes(eight, 64, 4, 90) == 2 * lab.shared_bytes(eight, 64, 2, 90)
+
+
+@step4
+def test_occupancy(lab):
+    # (registers, shared, warps, arch) -> programs on a multiprocessor, and what ends first
+    assert lab.occupancy(255, 0, 4, 90) == 2  # registers: 256 * 128 of 65,536
+    assert lab.occupancy(128, 0, 8, 90) == 2  # registers
+    assert lab.occupancy(129, 0, 8, 90) == 1  # one more is a piece of 8 more
+    assert lab.occupancy(170, 0, 4, 90) == 2  # 5,440 a warp are handed out as 5,632
+    assert lab.occupancy(32, 114_688, 4, 90) == 2  # 115,712 with the driver's, of 233,472
+    assert lab.occupancy(32, 116_736, 4, 90) == 1
+    assert lab.occupancy(32, 1024, 4, 86) == 12  # 48 warps
+    assert lab.occupancy(32, 1024, 1, 86) == 16  # blocks
+    assert lab.occupancy(32, 1024, 1, 90) == 32
+    assert lab.occupancy(64, 50_176, 4, 120) == 2
+    assert lab.occupancy(32, 240_000, 4, 90) == 0
+
+
+@step4
+def test_register_estimate(lab):
+    small, wide = lab.Config(64, 64, 4, 2), lab.Config(128, 128, 4, 2)
+    assert 80 <= lab.register_estimate(small, 64) <= 160
+    assert lab.register_estimate(wide, 128) > 255, "acc and s alone take 256"
+    assert lab.register_estimate(small._replace(late=True), 64) > lab.register_estimate(small, 64)
+    assert lab.register_estimate(wide._replace(num_warps=8), 128) < 255
+
+
+@step4
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 120])
+@pytest.mark.parametrize("D", [16, 32, 64, 128, 256])
+def test_defaults_and_candidates_fit(lab, D, arch):
+    limit = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}[arch]
+    default = lab.default_config(D, arch)
+    assert lab.shared_bytes(default, D, 2, arch) <= limit
+    assert lab.fits(default, D, 2, arch)
+    kept = [c for c in lab.CANDIDATES if lab.fits(c, D, 2, arch)]
+    assert kept or D == 256, "something is left to try"
+    assert all(lab.shared_bytes(c, D, 2, arch) <= limit for c in kept)
+    assert len(kept) <= 12, "a search takes under a minute"
+
+
+@step4
+def test_prune_leaves_what_the_card_can_launch(lab, device):
+    q = torch.empty(1, 1, 1, 128, dtype=F16, device=device)
+    arch = 86 if here.interpret else None
+    if arch is None:
+        major, minor = torch.cuda.get_device_capability()
+        arch = max(a for a in (80, 86, 89, 90, 120) if a <= 10 * major + minor)
+    configs = [lab._triton_config(c) for c in lab.CANDIDATES]
+    kept = lab.prune(configs, {"q_ptr": q}, D=128)
+    want = [c for c in lab.CANDIDATES if lab.fits(c, 128, 2, arch)]
+    assert [lab._config_of(c) for c in kept] == want
+    assert 0 < len(kept)
+    kept = lab.prune(configs, {"q_ptr": q.float()}, D=128)  # twice the bytes
+    want = [c for c in lab.CANDIDATES if lab.fits(c, 128, 4, arch)]
+    assert [lab._config_of(c) for c in kept] == (want or [lab.default_config(128, arch)])
+    huge = [lab._triton_config(lab.Config(256, 256, 8, 4))]
+    kept = lab.prune(huge, {"q_ptr": q}, D=256)
+    assert [lab._config_of(c) for c in kept] == [lab.default_config(256, arch)]
+
+
+@step4
+def test_autotuner_key(lab):
+    assert lab.fits(lab.CANDIDATES[1], 64, 2, 90)  # the key is given: it counts once the rest is
+    keys = set(lab._tuned_kernel.keys)
+    assert {"bucket", "D", "CAUSAL"} <= keys, "the best tile depends on all of these"
+    assert not keys & {"T", "S", "heads"}, "a search for each length would never end"
+
+
+@step4
+@interpreter_only
+def test_bucket_is_a_power_of_two(lab, device):
+    for T, want in ((1, 16), (16, 16), (17, 32), (1000, 1024), (1024, 1024), (1025, 2048)):
+        q = torch.empty(1, 1, T, 16, device=device)
+        assert lab._sizes(q, q, 1, None)[4] == want
+
+
+@step4
+@interpreter_only
+def test_tuned_is_the_kernels_work(lab, device):
+    check_is_the_kernels_work(lab, rung(lab, 4, True), device)
+
+
+@step4
+def test_tuned_follows_its_input(lab, device):
+    check_follows_its_input(rung(lab, 4, True), device)
+
+
+@step4
+def test_tuned_rejects(lab, device):
+    check_rejects(lab, rung(lab, 4), device)
+
+
+@step4
+@needs_compiler
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_tuned_defaults_compile_for_every_card(lab, request, D):
+    lab.default_config(D, 90)
+    check_compiles(lab, request, f"attention_tuned D={D}")
+
+
+# ---------------------------------------------------------------- step 5
+
+
+@step5
+@causal_or_full
+@lengths
+@pytest.mark.parametrize("dtype", [F16], ids=str)
+def test_tma(lab, device, T, dtype, causal):
+    check(rung(lab, 5), *fenced_qkv(2, 1, T, 32, dtype=dtype, device=device), causal)
+
+
+@step5
+@causal_or_full
+@tilings
+def test_tma_tiles(lab, device, T, block_m, block_n, causal):
+    q, k, v = fenced_qkv(1, 2, T, 16, dtype=F16, device=device)
+    check(rung(lab, 5), q, k, v, causal, None, block_m, block_n)
+
+
+@step5
+@causal_or_full
+@score_kinds
+def test_tma_score_ranges(lab, device, kind, causal):
+    check(rung(lab, 5), *fenced_qkv(1, 1, 40, 32, dtype=F16, kind=kind, device=device), causal)
+
+
+@step5
+@interpreter_only
+def test_tma_huge_equal_scores(lab, device):
+    # As large as float16 allows: 61440**2 * 64 / 8 = 3e10.
+    x = torch.full((1, 1, 40, 64), 61440.0, dtype=F16, device=device)
+    for sign, causal in ((1, False), (-1, True)):
+        with true_fma():
+            out, _ = rung(lab, 5)(x, sign * x, x, causal)
+        assert (out == x).all().item(), "equal scores weigh equally"
+
+
+@step5
+@causal_or_full
+def test_tma_other_heads_unread(lab, device, causal):
+    check_other_heads_unread(rung(lab, 5), device, F16, causal)
+
+
+@step5
+@causal_or_full
+@pytest.mark.parametrize("T", [128, 130])
+def test_tma_warp_specialised_form(lab, device, T, causal):
+    if not here.interpret and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("warp specialisation needs compute capability 9")
+    q, k, v = fenced_qkv(1, 2, T, 64, dtype=F16, device=device)
+    got = lab.attention_tma(q, k, v, causal, block_m=128, block_n=64, warp_specialize=True)
+    oracle.check_all(oracle.attention(q, k, v, causal, kernel=True), got, "attention_tma")
+
+
+@step5
+@causal_or_full
+@tilings
+def test_tma_late(lab, device, T, block_m, block_n, causal):
+    def run(q, k, v, causal, scale, block_m, block_n):
+        return lab.attention_tma(
+            q, k, v, causal, scale, block_m=block_m, block_n=block_n, late=True
+        )
+
+    kind = "growing" if T == 50 else "normal"
+    q, k, v = fenced_qkv(1, 2, T, 16, dtype=F16, kind=kind, device=device)
+    check(run, q, k, v, causal, None, block_m, block_n)
+    if (T, block_m) == (33, 32):
+        check_other_heads_unread(run, device, F16, causal)
+
+
+@step5
+@interpreter_only
+def test_tma_loads_by_descriptor(lab, device):
+    descriptors = 0
+
+    def counting(create_descriptor_load):
+        def create(*args, **kwargs):
+            nonlocal descriptors
+            descriptors += 1
+            return create_descriptor_load(*args, **kwargs)
+
+        return create
+
+    q, k, v = oracle.qkv(1, 1, 64, 16, dtype=F16, device=device)
+    with interpreter_with(create_descriptor_load=counting):
+        rung(lab, 5)(q, k, v, False, None, 32, 32)
+    assert descriptors == 2 * (1 + 2 * 2), f"q, and each tile of k and v: got {descriptors} loads"
+
+
+@step5
+def test_tma_layouts_and_key_lengths(lab, device):
+    check_layouts_and_scale(rung(lab, 5), device, F16)
+    check_key_lengths(rung(lab, 5), device, F16)
+
+
+@step5
+@interpreter_only
+def test_tma_is_the_kernels_work(lab, device):
+    check_is_the_kernels_work(lab, rung(lab, 5), device, F16)
+
+
+@step5
+def test_tma_follows_its_input(lab, device):
+    check_follows_its_input(rung(lab, 5), device, F16)
+
+
+@step5
+def test_tma_rejects(lab, device):
+    check_rejects(lab, rung(lab, 5), device, F16)
+    q = oracle.inputs(1, 1, 8, 16, dtype=F16, device=device)
+    with pytest.raises(ValueError, match="float32"):
+        lab.attention_tma(q.float(), q.float(), q.float())
+    with pytest.raises(ValueError, match="256"):
+        lab.attention_tma(q, q, q, block_n=512)
+    for wrong in ({"num_warps": 8}, {"block_m": 64}, {"late": True}):
+        with pytest.raises(ValueError, match="warp_specialize"):
+            lab.attention_tma(q, q, q, warp_specialize=True, **wrong)
+
+
+@step5
+@needs_compiler
+@pytest.mark.timeout(600)
+def test_tma_compiles_for_every_card(lab, request):
+    check_compiles(lab, request, "attention_tma")
+
+
+@step5
+@needs_compiler
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("D", [64, 128])
+def test_tma_warp_specialised_compiles_for_hopper(lab, request, D):
+    launcher = "attention_tma"
+    tile = {"block_m": 128, "block_n": 128, "head_dim": D}
+    kernels = check_compiles(lab, request, launcher, ("sm_90",), **tile)
+    late = {"late": True, "num_warps": 8}
+    kernels += check_compiles(lab, request, launcher, ("sm_90",), **tile, **late)
+    assert all(c.instructions["bulk"] and c.instructions["wgmma"] for c in kernels)
+
+
+# ---------------------------------------------------------------- step 6
+
+
+@pytest.fixture
+def exact_e4m3():
+    """The interpreter rounds float32 to e4m3 without carrying into the exponent: 124 becomes 64.
+
+    Here it rounds as a GPU does, which stops at 448.
+    """
+    if not here.interpret:
+        yield
+        return
+    import triton.language as tl
+    import triton.runtime.interpreter as ti
+
+    if not hasattr(ti, "_convert_float"):
+        pytest.skip("this Triton's interpreter has no _convert_float")
+    inner = ti._convert_float
+
+    def convert(data, source, target, rounding):
+        if source == tl.float32 and target == tl.float8e4nv:
+            x = torch.from_numpy(np.ascontiguousarray(data)).view(F32).clamp(-448, 448)
+            return x.to(E4M3).view(torch.uint8).numpy()
+        return inner(data, source, target, rounding)
+
+    ti._convert_float = convert
+    yield
+    ti._convert_float = inner
+
+
+fp8 = pytest.mark.usefixtures("exact_e4m3")
+
+
+def needs_e4m3(test):
+    old = not here.interpret and torch.cuda.get_device_capability() < (8, 9)
+    return fp8(pytest.mark.skipif(old, reason="e4m3 needs compute capability 8.9")(test))
+
+
+def dequantised(x):
+    """The (B, H, T, D) that quantised tokens stand for, in float64."""
+    return x.values.double() * x.scales.double()[..., None]
+
+
+def quantised_in_torch(x):
+    """Tokens in e4m3 by PyTorch: values and scales."""
+    scales = x.float().abs().amax(-1) / 448
+    return (x.float() / scales[..., None]).clamp(-448, 448).to(E4M3), scales
+
+
+@step6
+@needs_e4m3
+@kernel_dtypes
+@pytest.mark.parametrize(("T", "D"), [(1, 32), (37, 64), (64, 128), (5, 256)])
+def test_quantise_tokens(lab, device, dtype, T, D):
+    x = memory.fenced(oracle.inputs(2, 3, T, D, dtype=dtype, device=device))
+    got = lab.quantise(x)
+    values, scales = quantised_in_torch(x)
+    assert got.values.dtype == E4M3
+    assert got.values.shape == x.shape
+    assert got.scales.dtype == F32
+    assert got.scales.shape == x.shape[:3]
+    assert torch.allclose(got.scales, scales, rtol=1e-6)
+    assert got.values.float().abs().amax(-1).eq(448).all(), "the largest of each token is 448"
+    same = (got.values.float() == values.float()).float().mean().item()
+    assert same > 0.99, "all but a few on the edge between two numbers are the same"
+    error = (dequantised(got) - x.double()).abs() / x.double().abs().amax(-1, keepdim=True)
+    assert error.max().item() < 2.0**-4
+
+
+@step6
+@needs_e4m3
+@pytest.mark.parametrize("S", [1, 16, 37, 300])
+def test_quantise_channels(lab, device, S):
+    x = memory.fenced(oracle.inputs(1, 2, S, 32, device=device))
+    got = lab.quantise(x, "channel")
+    padded = math.ceil(S / 16) * 16
+    assert tuple(got.values.shape) == (1, 2, 32, padded), "transposed, rows of 16 byte pieces"
+    assert tuple(got.scales.shape) == (1, 2, 32)
+    assert torch.allclose(got.scales, x.abs().amax(2) / 448, rtol=1e-6)
+    assert (got.values.float()[..., S:] == 0).all(), "what pads is 0"
+    back = dequantised(got)[..., :S].transpose(2, 3)
+    assert ((back - x.double()).abs() / x.abs().amax(2, keepdim=True)).max().item() < 2.0**-4
+
+
+@step6
+@needs_e4m3
+def test_quantise_zeros_and_strides(lab, device):
+    x = oracle.inputs(1, 2, 20, 32, device=device)
+    x[:, :, 3] = 0
+    got = lab.quantise(x)
+    assert dequantised(got).isfinite().all()
+    assert (dequantised(got)[:, :, 3] == 0).all()
+    turned = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(lab.quantise(turned).values.float(), got.values.float())
+
+
+@step6
+@needs_e4m3
+@interpreter_only
+def test_quantise_is_the_kernels_work(lab, device):
+    x = oracle.inputs(1, 1, 20, 32, device=device)
+    lab.quantise(x)
+    with lab.no_program():
+        got = lab.quantise(x)
+    assert bool(got.scales.isnan().all()), "no program ran, yet there are scales"
+
+
+@step6
+def test_quantise_rejects(lab, device):
+    x = oracle.inputs(1, 1, 4, 32, device=device)
+    lab.quantise(x)
+    for bad in (x[0], x[:, :, :0], x.double(), x.int()):
+        with pytest.raises(ValueError, match="got"):
+            lab.quantise(bad)
+    with pytest.raises(ValueError, match="per="):
+        lab.quantise(x, "tensor")
+
+
+def exact_attention(lab, q, k, v, causal=False):
+    """Float64 attention of what the quantised tensors stand for: rounding of p is all that is left.
+
+    Args:
+        q, k: quantised per token. v: quantised per channel, or a tensor.
+    """
+    if not isinstance(v, torch.Tensor):
+        v = dequantised(v)[..., : k.values.shape[2]].transpose(2, 3)
+    return oracle.attention(dequantised(q), dequantised(k), v.double(), causal)
+
+
+@step6
+@needs_e4m3
+@causal_or_full
+@pytest.mark.parametrize("values", [False, True], ids=["scores", "all"])
+@pytest.mark.parametrize(
+    ("T", "block_m", "block_n"), [(1, 16, 32), (37, 32, 32), (70, 16, 64), (64, 64, 32)]
+)
+def test_fp8_is_attention_of_what_was_quantised(lab, device, T, block_m, block_n, values, causal):
+    q, k, v = fenced_qkv(1, 2, T, 32, dtype=F16, device=device)
+    parts = lab.quantise(q), lab.quantise(k), lab.quantise(v, "channel") if values else v
+    tiles = {"block_m": block_m, "block_n": block_n}
+    out, lse = lab.attend_fp8(*parts, causal, out_dtype=F32 if values else F16, **tiles)
+    want, want_lse = exact_attention(lab, *parts, causal)
+    slack = 1e-4 if here.interpret else 2e-2  # e4m3 products are summed in fewer bits
+    assert (lse.double() - want_lse.value).abs().max().item() < slack, "lse is natural, unshifted"
+    # p has 4 bits of precision in e4m3: 2**-4 of the largest value, less by averaging.
+    limit = (2.0**-4 if values else 2.0**-9) * v.abs().max().item()
+    error = (out.double() - want.value).abs().max().item()
+    assert error < limit, f"error {error:.2g}, limit {limit:.2g}"
+
+
+@step6
+@needs_e4m3
+@causal_or_full
+def test_fp8_from_half(lab, device, causal):
+    q, k, v = fenced_qkv(1, 2, 70, 64, dtype=F16, device=device)
+    want, _ = oracle.attention(q, k, v, causal)
+    out, lse = lab.attention_fp8(q, k, v, causal, block_m=32, block_n=32)
+    assert out.dtype == F16
+    assert lse.dtype == F32
+    assert lab.rmse(out, want.value) < 0.03
+    scores_only, _ = lab.attention_fp8(q, k, v, causal, values=False, block_m=32, block_n=32)
+    assert lab.rmse(scores_only, want.value) < lab.rmse(out, want.value)
+
+
+@step6
+@needs_e4m3
+def test_fp8_small_weights_do_not_vanish(lab, device):
+    # One key of score 0 and value 1, 1024 keys of score -7 and value -1: weights of e**-7 = 9e-4
+    # lie below what e4m3 can hold (2**-10), and together they are half of the whole.
+    S, D = 1025, 32
+    q, k = torch.zeros(1, 1, 1, D, device=device), torch.zeros(1, 1, S, D, device=device)
+    q[..., 0], k[:, :, 1:, 0] = 1.0, -7.0
+    v = torch.full((1, 1, S, D), -1.0, device=device)
+    v[:, :, 0] = 1.0
+    out, lse = lab.attention_fp8(q, k, v, scale=1.0, block_m=16, block_n=128)
+    total = 1 + 1024 * math.exp(-7)
+    want = (2 - total) / total
+    assert abs(out.mean().item() - want) < 0.02, f"want {want:.3f}, got {out.mean().item():.3f}"
+    assert abs(lse.item() - math.log(total)) < 1e-2
+
+
+@step6
+@needs_e4m3
+def test_fp8_token_scales_against_one_scale(lab, device):
+    """The bar of this step: outliers cost at most half as much with a scale for each token."""
+    torch.manual_seed(10)
+    q, k, v = (torch.randn(1, 4, 128, 64, device=device) for _ in range(3))
+    k = lab.with_outliers(k)
+    want = oracle.attention(q, k, v)[0].value
+
+    def one_scale(x):
+        scale = x.abs().amax() / 448
+        return lab.Quantised((x / scale).to(E4M3), scale.expand(x.shape[:3]).contiguous())
+
+    def error(quantise):
+        q8, k8 = quantise(q), quantise(k)
+        out, _ = lab.attend_fp8(q8, k8, v, block_m=64, block_n=64, out_dtype=F32)
+        return lab.rmse(out, want)
+
+    token, tensor = error(lab.quantise), error(one_scale)
+    assert token <= 0.5 * tensor, f"RMSE {token:.4f} per token, {tensor:.4f} per tensor"
+
+
+@step6
+@needs_e4m3
+@pytest.mark.parametrize("values", [False, True], ids=["scores", "all"])
+def test_fp8_huge_equal_scores(lab, device, values):
+    dtype = F32 if here.interpret else BF16
+    for sign in (1, -1):
+        x = torch.full((1, 1, 40, 64), 133120.0, dtype=dtype, device=device)
+        with true_fma():
+            out, lse = lab.attention_fp8(x, sign * x, x, sign < 0, values=values, block_m=32)
+        assert (out.double() / 133120 - 1).abs().max().item() < 1e-6 + oracle.eps(dtype)
+        assert (lse.double() / (sign * 133120.0**2 * 8) - 1).abs().max().item() < 1e-5
+
+
+@step6
+@needs_e4m3
+@score_kinds
+def test_fp8_score_ranges_are_finite(lab, device, kind):
+    q, k, v = fenced_qkv(1, 2, 100, 32, dtype=F16, kind=kind, device=device)
+    out, lse = lab.attention_fp8(q, k, v, True, block_m=32, block_n=32)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+    assert out.abs().max().item() <= 1.1 * v.abs().max().item(), "weights add up to 1"
+
+
+@step6
+@needs_e4m3
+def test_fp8_other_heads_unread(lab, device):
+    q, k, v = oracle.qkv(1, 3, 21, 32, dtype=F16, device=device)
+    for x in (q, k, v):
+        x[:, 0], x[:, 2] = math.nan, math.nan
+    out, _ = lab.attention_fp8(q, k, v, block_m=32, block_n=32)
+    want = oracle.attention(*(x[:, 1:2] for x in (q, k, v)))[0].value
+    assert lab.rmse(out[:, 1:2], want) < 0.06
+
+
+@step6
+def test_fp8_refuses_cards_without_it(lab, device):
+    lab.quantise(oracle.inputs(1, 1, 2, 32, device=device))  # the check is given: as above
+    for arch in (80, 86):
+        with pytest.raises(ValueError, match=f"sm_{arch}"):
+            lab.check_e4m3(arch)
+    for arch in (89, 90, 120):
+        lab.check_e4m3(arch)
+
+
+@step6
+@needs_e4m3
+def test_fp8_rejects(lab, device):
+    q, k, v = oracle.qkv(1, 1, 8, 32, dtype=F16, device=device)
+    lab.attention_fp8(q, k, v, block_m=16, block_n=32)
+    with pytest.raises(ValueError, match="D=16"):
+        lab.attention_fp8(*(x[..., :16] for x in (q, k, v)))
+    with pytest.raises(ValueError, match="block_n=16"):
+        lab.attention_fp8(q, k, v, block_n=16)
+    with pytest.raises(ValueError, match="block_m"):
+        lab.attention_fp8(q, k, v, block_m=24)
+    with pytest.raises(ValueError, match="scale"):
+        lab.attention_fp8(q, k, v, scale=-1.0)
+    with pytest.raises(ValueError, match="T=8, S=5"):
+        lab.attention_fp8(q, k[:, :, :5], v[:, :, :5], True)
+
+
+@step6
+def test_rmse(lab, device):
+    lab.quantise(oracle.inputs(1, 1, 2, 32, device=device))  # given, too
+    a, b = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.0, 3.0, 6.0])
+    assert lab.rmse(a, b) == 1.0
+    assert lab.rmse(a.half(), a) == 0.0
+
+
+@step6
+@needs_compiler
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("D", [64, 128])
+def test_fp8_compiles_for_cards_that_have_it(lab, request, D):
+    check_compiles(lab, request, "attention_fp8", ("sm_89", "sm_90", "sm_120"), head_dim=D)
