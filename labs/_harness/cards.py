@@ -33,9 +33,10 @@ CARDS = {
 }
 
 # What became of a kernel on a card.
-FITS, SPILLS, TOO_LARGE, ERROR, UNKNOWN, NOT_WRITTEN = (
+FITS, SPILLS, SERIALIZED, TOO_LARGE, ERROR, UNKNOWN, NOT_WRITTEN = (
     "fits",
     "spills",
+    "in turn",
     "no launch",
     "error",
     "not known",
@@ -49,7 +50,9 @@ def state(c: Compiled) -> str:
         return NOT_WRITTEN if c.unwritten else UNKNOWN if c.timed_out else ERROR
     if c.shared > CARDS[c.arch].shared:
         return TOO_LARGE
-    return SPILLS if c.spill else FITS
+    if c.spill:
+        return SPILLS
+    return SERIALIZED if c.serialized else FITS
 
 
 def verdict(c: Compiled, change: Change | None = None) -> str:
@@ -59,6 +62,7 @@ def verdict(c: Compiled, change: Change | None = None) -> str:
     text = {
         FITS: "fits; 0 spills",
         SPILLS: f"{spills}: slow",
+        SERIALIZED: "each wgmma waits for the one before: an accumulator in flight is touched",
         TOO_LARGE: f"will not launch on {card.one}: needs {c.shared:,} of {card.shared:,} bytes",
         NOT_WRITTEN: c.unwritten,
         UNKNOWN: c.error,

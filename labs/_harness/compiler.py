@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 
 from labs import _impl
-from labs._harness import runtime, sandbox, steps, triton_private
+from labs._harness import gluon_emulator, runtime, sandbox, steps, triton_private
 
 TIME_LIMIT = 60.0  # seconds of one compilation; most take 1 or 2
 START_LIMIT = 120.0  # seconds until the child has imported torch and Triton
@@ -53,6 +53,8 @@ class Compiled:
         registers: a thread's. spill: bytes a thread keeps in local memory, because registers ran
             out.
         instructions: counts of tensor-core and asynchronous-copy instructions in the PTX.
+        serialized: the assembler lets wgmma instructions wait for one another (its remark C7510
+            and the like): asynchronous in the source only.
         seconds: what it took.
     """
 
@@ -70,6 +72,7 @@ class Compiled:
     registers: int = 0
     spill: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
+    serialized: bool = False
     seconds: float = 0.0
 
     @property
@@ -267,6 +270,10 @@ def _type_of(value) -> str | None:
     """Triton's name of an argument's type; None for what can only be a constexpr."""
     import torch
 
+    if type(value).__name__ == "TensorDescriptor":  # Gluon's, made on the host
+        element = _type_of(value.base)[1:]
+        return f"tensordesc<{element}{list(value.block_shape)},{value.layout!r}>"
+
     if isinstance(value, torch.Tensor):
         names = {
             torch.float16: "fp16",
@@ -308,7 +315,10 @@ def _compile(launch: _Launch, blank: Compiled) -> Compiled:
     )
     start = time.monotonic()
     try:
-        source = ASTSource(launch.fn, launch.signature, launch.constexprs, launch.attrs)
+        source_type = ASTSource
+        if getattr(launch.fn, "is_gluon", bool)():
+            from triton.experimental.gluon._runtime import GluonASTSource as source_type
+        source = source_type(launch.fn, launch.signature, launch.constexprs, launch.attrs)
         target = GPUTarget("cuda", int(blank.arch.removeprefix("sm_")), 32)
         kernel = triton.compile(source, target=target, options=dict(options))
     except Exception as error:
@@ -410,17 +420,32 @@ def _compile_all(launches: list[_Launch], blank: Compiled, pipe) -> None:
     """The body of a fork: compiles, and sends the results as JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this
     with tempfile.TemporaryFile("w+") as said:
-        os.dup2(said.fileno(), 2)  # Triton's passes and ptxas write there
+        os.dup2(said.fileno(), 1)  # what the assembler says, printed by Triton
+        os.dup2(said.fileno(), 2)  # Triton's passes write there
+        _say_what_ptxas_says()
         results = []
         for launch in launches:
             result = _compile(launch, blank)
+            sys.stdout.flush()
             said.seek(0)
-            printed = re.search(r"(\S+\.py):(\d+):\d+: error: (.*)", said.read())
+            text = said.read()
+            result.serialized = re.search(r"wgmma\S* instructions are serialized", text) is not None
+            said.seek(0)
+            said.truncate()
+            printed = re.search(r"(\S+\.py):(\d+):\d+: error: (.*)", text)
             if result.error and result.line is None and printed:
                 result.line, result.error = int(printed[2]), clip(printed[3])
                 result.text = linecache.getline(printed[1], result.line).strip()
             results.append(asdict(result))
         pipe.send_bytes(json.dumps(results).encode())
+
+
+def _say_what_ptxas_says() -> None:
+    """Triton then prints the assembler's remarks; one release or another may not have that."""
+    import triton
+
+    if hasattr(triton.knobs.nvidia, "dump_ptxas_log"):
+        triton.knobs.nvidia.dump_ptxas_log = True
 
 
 @dataclass
@@ -483,7 +508,7 @@ def _main() -> None:
     job = json.loads(sys.stdin.readline())
     version = runtime.setup().triton_version
     runtime.setup = lambda: runtime.Runtime("cpu", False, version, "compiling only")
-    runtime.check_launch = lambda **tensors: None
+    runtime.check_launch = gluon_emulator.check_launch = lambda **tensors: None
     triton_private.warm_up()  # imports the compiler, too: once, for all forks
     bench = _impl.load(job["lab"], str(_impl.LABS / job["lab"] / "bench.py"))
     tell(doing="loading the file")

@@ -1,8 +1,8 @@
 """Every name of Triton that the labs use and Triton does not promise, in one place.
 
 `interpreter` watches kernels with the first list, `compiler` compiles them for cards that are not
-here with the second. Where a release has moved a name, both say so in the same words, and tests
-that need it skip with that reason.
+here with the second, and lab 11 writes kernels in Gluon with the third. Where a release has moved a
+name, each says so in the same words, and tests that need it skip with that reason.
 """
 
 from __future__ import annotations
@@ -40,15 +40,45 @@ USES = {
         ("triton", "knobs.nvidia.ptxas", ()),
         ("triton", "knobs.nvidia.cuobjdump", ()),
     ),
+    "run Gluon kernels for Hopper": (
+        ("triton.experimental.gluon._runtime", "GluonJITFunction.run", ("grid", "warmup")),
+        ("triton.experimental.gluon._runtime", "GluonASTSource", ("fn", "signature", "attrs")),
+        ("triton.experimental.gluon.language", "warp_specialize", ()),
+        ("triton.experimental.gluon.language", "allocate_shared_memory", ()),
+        ("triton.experimental.gluon.language", "NVMMADistributedLayout", ("instr_shape",)),
+        ("triton.experimental.gluon.language", "NVMMASharedLayout.get_default_for", ()),
+        ("triton.experimental.gluon.language.nvidia.hopper", "fence_async_shared", ()),
+        ("triton.experimental.gluon.language.nvidia.hopper", "warpgroup_mma", ("is_async",)),
+        ("triton.experimental.gluon.language.nvidia.hopper", "warpgroup_mma_wait", ("deps",)),
+        ("triton.experimental.gluon.language.nvidia.hopper", "mbarrier.expect", ()),
+        ("triton.experimental.gluon.language.nvidia.hopper", "mbarrier.arrive", ("count",)),
+        ("triton.experimental.gluon.language.nvidia.hopper", "tma.store_wait", ("pendings",)),
+        ("triton.experimental.gluon.nvidia.hopper", "TensorDescriptor", ("base", "block_shape")),
+    ),
 }
-INTERPRET, COMPILE = USES
+INTERPRET, COMPILE, GLUON = USES
+
+# Gluon's TMA copies: the name of a release, newest first. Triton 3.9 keeps the old ones as stubs
+# that raise.
+TMA_LOAD = ("async_load", "async_copy_global_to_shared")
+TMA_STORE = ("async_store", "async_copy_shared_to_global")
+
+
+def tma_copies() -> tuple:
+    """(load, store): Gluon's TMA copies, by whatever names this release has them."""
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    return tuple(
+        next(getattr(tma, name) for name in names if hasattr(tma, name))
+        for names in (TMA_LOAD, TMA_STORE)
+    )
 
 
 def moved(use: str) -> str | None:
     """The name that this release of Triton has moved or changed and `use` needs, in one line.
 
     Args:
-        use: INTERPRET or COMPILE.
+        use: INTERPRET, COMPILE or GLUON.
 
     Returns:
         None where every name is in its place.

@@ -8,6 +8,7 @@ A lab's bench.py says what is launched. It defines
     launches(module, **options) -> {launcher: call}   each option with a default; does not look
                                                       into `module` before a call is made
     GRID = {option: values}                           what --sweep tries (optional)
+    ARCHS = ("sm_90",)                                the cards it is for, if not all (optional)
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from labs._harness.cards import (
     ERROR,
     FITS,
     NOT_WRITTEN,
+    SERIALIZED,
     SPILLS,
     TOO_LARGE,
     UNKNOWN,
@@ -80,6 +82,7 @@ class XRay:
         file: the implementation. launchers: names of what launches its kernels.
         defaults: options of the lab's launches, with their default values.
         unwritten: launcher -> reminder of a step that is not written yet.
+        archs: the cards that the lab's kernels are for.
     """
 
     def __init__(self, lab: str, impl: str, limit=compiler.TIME_LIMIT, cache: Path | None = CACHE):
@@ -93,6 +96,7 @@ class XRay:
         parameters = list(inspect.signature(self.bench.launches).parameters.values())[1:]
         self.defaults = {p.name: p.default for p in parameters}
         self.launchers = list(self.bench.launches(None))
+        self.archs = list(getattr(self.bench, "ARCHS", CARDS))
         found = {name: reminder(self.file, name) for name in self.launchers}
         self.unwritten = {name: text for name, text in found.items() if text}
         self.done: dict[str, list[Compiled]] = {}
@@ -206,9 +210,16 @@ def reminder(file: Path, launcher: str) -> str | None:
 
 # ---------------------------------------------------------------- a lab's test
 def check(
-    lab: str, file: Path, launcher: str, cached: bool = True, *, may_spill: bool = False, **options
+    lab: str,
+    file: Path,
+    launcher: str,
+    cached: bool = True,
+    *,
+    may_spill: bool = False,
+    contains: tuple[str, ...] = (),
+    **options,
 ) -> None:
-    """Fails unless a launcher's kernels compile for every card and fit, without spills.
+    """Fails unless a launcher's kernels compile for every card of the lab and fit, without spills.
 
     Args:
         lab: the lab's number or folder.
@@ -216,6 +227,7 @@ def check(
         launcher: name of its function.
         cached: keep results under runs/.
         may_spill: let registers spill, which is slow and not wrong.
+        contains: instructions that each kernel must have, such as "wgmma" or "bulk".
         **options: of the lab's `launches`, where its defaults are not meant.
 
     Raises:
@@ -223,7 +235,7 @@ def check(
         AssertionError: says what went wrong, where, and why the interpreter did not mind.
     """
     xray = XRay(lab, str(file), cache=CACHE if cached else None)
-    units = [xray.unit(launcher, arch, **options) for arch in CARDS]
+    units = [xray.unit(launcher, arch, **options) for arch in xray.archs]
     try:
         xray.compile(units)
     except CompileFailed as error:
@@ -235,8 +247,20 @@ def check(
     bad = [c for c in kernels if state(c) not in ((FITS, SPILLS) if may_spill else (FITS,))]
     if bad:
         raise AssertionError("\n".join(explanation(bad, len(kernels), file)))
+    for c, name in itertools.product(kernels, contains):
+        if not c.instructions.get(name):
+            raise AssertionError(
+                f"{c.kernel} has no {_INSTRUCTION_NAMES[name]} instruction for {c.arch}: got "
+                f"{', '.join(f'{n} {k}' for k, n in c.instructions.items() if n) or 'none of any'}"
+            )
 
 
+_INSTRUCTION_NAMES = {
+    "mma": "mma.sync",
+    "wgmma": "wgmma.mma_async",
+    "cp.async": "cp.async",
+    "bulk": "cp.async.bulk (TMA)",
+}
 INTERPRETED = (
     "The interpreter runs a kernel as Python, on whole arrays. It lets through what a GPU's\n"
     "compiler does not: break, global variables, lists, f-strings, an `if` on a tile, helpers\n"
@@ -354,7 +378,7 @@ def _grid(rows: list[dict], cells: list[list], archs: list[str]) -> list[str]:
 
 
 def _worst(kernels: list[Compiled]) -> str:
-    order = NOT_WRITTEN, ERROR, UNKNOWN, TOO_LARGE, SPILLS, FITS
+    order = NOT_WRITTEN, ERROR, UNKNOWN, TOO_LARGE, SPILLS, SERIALIZED, FITS
     return min((state(c) for c in kernels), key=order.index)
 
 
@@ -437,7 +461,10 @@ def run(args: argparse.Namespace) -> int:
     reason = compiler.unavailable()
     if reason:
         raise LoadError(f"cannot compile here: {reason}")
-    archs = args.arch or list(SWEEP_ARCHS if args.sweep else CARDS)
+    known = [arch for arch in (SWEEP_ARCHS if args.sweep else CARDS) if arch in xray.archs]
+    archs = args.arch or known
+    if set(archs) - set(xray.archs):
+        raise LoadError(f"{xray.lab} is for {', '.join(xray.archs)} only")
     grid = getattr(xray.bench, "GRID", GRID) if args.sweep else {}
     grid = {k: v for k, v in grid.items() if k in xray.defaults and k not in given}
     rows = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from labs import __main__, _impl
-from labs._harness import cards, compiler, triton_private, xray
+from labs._harness import cards, compiler, gluon_emulator, triton_private, xray
 from labs._harness.cards import CARDS, Change, changes, state, verdict
 from labs._harness.compiler import Compiled, CompileFailed, Unit
 
@@ -78,6 +78,11 @@ def test_cards_are_the_five_of_the_handout():
             "no launch",
             "will not launch on an RTX 5060: needs 131,072 of 101,376 bytes, and spills 8 bytes a "
             "thread",
+        ),
+        (
+            {"serialized": True, "arch": "sm_90"},
+            "in turn",
+            "each wgmma waits for the one before: an accumulator in flight is touched",
         ),
         ({"error": "NameError: x"}, "error", "does not compile"),
         ({"error": "ValueError: x", "kernel": ""}, "error", "launches nothing"),
@@ -574,3 +579,58 @@ def test_equal_launches_are_compiled_once(tmp_path):
     found = dict((u.options["block_m"], k) for u, k in compiler.stream(LAB, "solution", units))
     assert len({found[m][0].seconds for m in found}) == 1
     assert [found[m][0].options for m in (16, 32, 64)] == [u.options for u in units]
+
+
+# ---------------------------------------------------------------- Gluon, for one card
+
+HOPPER_LAB = "11_warp_specialization"
+HOPPER_SOLUTION = _impl.LABS / HOPPER_LAB / "solution.py"
+needs_gluon = pytest.mark.skipif(
+    gluon_emulator.unavailable() is not None, reason=str(gluon_emulator.unavailable())
+)
+
+
+@needs_gluon
+def test_a_descriptor_has_the_type_that_triton_gives_it():
+    import torch
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    x = torch.empty(128, 64, dtype=torch.bfloat16)
+    found = compiler._type_of(TensorDescriptor.from_tensor(x, [64, 64], layout))
+    assert found == f"tensordesc<bf16[64, 64],{layout!r}>"
+
+
+def test_a_lab_for_one_card_is_compiled_for_that_one():
+    found = xray.XRay(HOPPER_LAB, "solution", cache=None)
+    assert found.archs == ["sm_90"]
+    assert xray.XRay(LAB, "solution", cache=None).archs == list(CARDS)
+
+
+def test_a_lab_for_one_card_refuses_others(capsys):
+    code = __main__.main(["xray", "11", "--impl", "solution", "--arch", "sm_80"])
+    assert code != 0
+    assert "for sm_90 only" in capsys.readouterr().err
+
+
+@needs_gluon
+@needs_compiler
+def test_gluon_kernels_compile_and_are_counted():
+    found = xray.XRay(HOPPER_LAB, str(HOPPER_SOLUTION), cache=None)
+    units = [found.unit(name, "sm_90") for name in ("tma_copy", "wgmma_products")]
+    found.compile(units)
+    copy, product = (found.of(unit)[0] for unit in units)
+    assert (copy.error, product.error) == (None, None)
+    assert copy.instructions["bulk"] >= 2
+    assert copy.instructions["wgmma"] == 0
+    assert product.instructions["wgmma"] == 16
+    assert state(product) == "fits"
+    assert 81_920 <= product.shared <= 82_100
+
+
+@needs_gluon
+@needs_compiler
+def test_check_wants_the_instructions_named():
+    with pytest.raises(AssertionError, match="has no wgmma.mma_async instruction for sm_90"):
+        xray.check(HOPPER_LAB, HOPPER_SOLUTION, "tma_copy", False, contains=("bulk", "wgmma"))

@@ -1,0 +1,729 @@
+"""Tests of lab 11. Run `pytest labs/11_warp_specialization`; `--step 3` runs one step's tests.
+
+Kernels run in the emulator (labs/_harness/gluon_emulator.py) with what is asynchronous as late, as
+early and as mixed as it may be; on a machine with a Hopper card they run there, too. `lab` is the
+code under test, `oracle` gives inputs and float64 results with their error budgets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+
+import pytest
+import torch
+
+from labs._harness import gluon_emulator, memory, oracle, xray
+from labs._harness.cases import needs_compiler
+
+STEPS = {
+    1: "_tma_copy_kernel",
+    2: "_wgmma_kernel",
+    3: "_attention_producer_consumer_kernel",
+    4: "_attention_overlap_kernel",
+    5: "_attention_persistent_kernel",
+}
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+LATE, EARLY, MIXED, CARD = 0, 1, 2, -1
+
+GLUON = gluon_emulator.unavailable()
+HOPPER = GLUON is None and gluon_emulator.hopper()
+needs_gluon = pytest.mark.skipif(GLUON is not None, reason=str(GLUON))
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper card (H100, H200)")
+half_dtypes = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+causal_or_full = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+head_dims = pytest.mark.parametrize("D", [64, 128])
+# Where a check runs: seeds of the emulator, and the card if there is one.
+SEEDS = {LATE: "late", EARLY: "early", MIXED: "mixed", 5: "mixed, otherwise"}
+CARDS = (CARD,) if HOPPER else ()
+EVERYWHERE, ONCE = (*SEEDS, *CARDS), (LATE, *CARDS)
+
+
+def step1(test):
+    return pytest.mark.step(1)(needs_gluon(test))
+
+
+def step2(test):
+    return pytest.mark.step(2)(needs_gluon(test))
+
+
+def step3(test):
+    return pytest.mark.step(3)(needs_gluon(test))
+
+
+def step4(test):
+    return pytest.mark.step(4)(needs_gluon(test))
+
+
+def step5(test):
+    return pytest.mark.step(5)(needs_gluon(test))
+
+
+@contextlib.contextmanager
+def running(where, multiprocessors=gluon_emulator.MULTIPROCESSORS):
+    """(device, what the emulator counts or None), with launches taken over unless on the card."""
+    if where == CARD:
+        yield "cuda", None
+    else:
+        with gluon_emulator.emulate(where, multiprocessors) as work:
+            yield "cpu", work
+
+
+@contextlib.contextmanager
+def named(where):
+    """A failure within the block also says where it happened."""
+    try:
+        yield
+    except (AssertionError, gluon_emulator.GluonError) as error:
+        place = (
+            "on the card" if where == CARD else f"in the emulator, {SEEDS[where]} (seed {where})"
+        )
+        error.args = (f"{error}\n  {place}", *error.args[1:])
+        raise
+
+
+def fenced_qkv(*args, **kwargs):
+    return tuple(memory.fenced(x) for x in oracle.qkv(*args, **kwargs))
+
+
+def check_compiles(lab, request, launcher, *contains, **options):
+    """For sm_90: no spills, products not in turn, shared memory suffices, instructions as named."""
+    cached = hasattr(request.config, "cache")  # not with pytest -p no:cacheprovider
+    xray.check(request.path, lab.file, launcher, cached, contains=contains, **options)
+
+
+# ---------------------------------------------------------------- step 1
+
+
+def check_copy(lab, places, x, **tiles):
+    for where in places:
+        with named(where):
+            with running(where) as (device, _):
+                y = lab.tma_copy(x.to(device), **tiles)
+            check_equal(x, y.cpu())
+
+
+def check_equal(x, y):
+    assert y.shape == x.shape, f"want shape {tuple(x.shape)}, got {tuple(y.shape)}"
+    assert y.dtype == x.dtype, f"want {x.dtype}, got {y.dtype}"
+    wrong = ~(y == x)
+    if wrong.any():
+        row, col = (int(i) for i in wrong.nonzero()[0])
+        raise AssertionError(
+            f"{int(wrong.sum())} of {x.numel()} elements differ, the first at [{row}, {col}]: got "
+            f"{float(y[row, col]):.6g}, want {float(x[row, col]):.6g} (NaN: it has not arrived yet)"
+        )
+
+
+@step1
+@half_dtypes
+@pytest.mark.parametrize(("R", "C"), [(64, 64), (256, 128), (200, 136), (1, 8), (65, 200)])
+def test_tma_copy(lab, R, C, dtype):
+    check_copy(lab, EVERYWHERE, memory.fenced(oracle.inputs(R, C, dtype=dtype)))
+
+
+@step1
+@pytest.mark.parametrize(("block_r", "block_c"), [(8, 64), (32, 128), (128, 64), (16, 256)])
+def test_tma_copy_tiles(lab, block_r, block_c):
+    x = memory.fenced(oracle.inputs(150, 328, dtype=F16))
+    check_copy(lab, EVERYWHERE, x, block_r=block_r, block_c=block_c)
+
+
+@step1
+def test_tma_copy_row_strides(lab):
+    wide = oracle.inputs(100, 400, dtype=F16)
+    for x in (wide[::2, 40:240], wide[:, 41:241], wide[:96].t()[:, :96], wide[:1].expand(70, 400)):
+        check_copy(lab, ONCE, x)
+
+
+@step1
+def test_tma_copy_moves_each_tile_once(lab):
+    x = oracle.inputs(200, 136, dtype=F16)
+    with running(LATE) as (_, work):
+        lab.tma_copy(x)
+    tiles = 4 * 3 * 64 * 64 * 2
+    assert (work.bytes_loaded, work.bytes_stored) == (tiles, tiles), (
+        f"4 x 3 tiles of 8,192 bytes, in and out once: got {work.bytes_loaded:,} bytes loaded and "
+        f"{work.bytes_stored:,} stored by TMA"
+    )
+    assert work.shared <= 64 * 64 * 2 + 16, (
+        f"one tile and a barrier: got {work.shared:,} bytes of shared memory"
+    )
+
+
+@step1
+@needs_compiler
+@pytest.mark.timeout(180)
+def test_tma_copy_compiles(lab, request):
+    check_compiles(lab, request, "tma_copy", "bulk")
+
+
+@step1
+def test_tma_copy_rejects(lab):
+    x = oracle.inputs(64, 64, dtype=F16)
+    with running(LATE):
+        lab.tma_copy(x)
+        for bad in (x[0], x[:0], x.float(), x[:, :60]):
+            with pytest.raises(ValueError, match="got"):
+                lab.tma_copy(bad)
+        for block in (0, 4, 24, 512):
+            with pytest.raises(ValueError, match="block_r"):
+                lab.tma_copy(x, block_r=block)
+        with pytest.raises(ValueError, match="block_c"):
+            lab.tma_copy(x, block_c=32)
+    with pytest.raises(RuntimeError, match="Hopper"):
+        lab.tma_copy(x)
+
+
+# ---------------------------------------------------------------- step 2
+
+
+def check_products(lab, places, T, S, D, dtype, scale):
+    q, k, v = (memory.fenced(oracle.inputs(n, D, dtype=dtype)) for n in (T, S, S))
+    for where in places:
+        with named(where):
+            with running(where) as (device, work):
+                out = lab.wgmma_products(*(x.to(device) for x in (q, k, v)), scale)
+            check_product(q, k, v, scale, out.cpu())
+    return work
+
+
+def check_product(q, k, v, scale, out):
+    dtype = q.dtype
+    p = (q.double() @ k.double().T * scale).to(dtype)
+    # p may round the other way where it lies between two numbers: an ulp of it, times v.
+    slack = (oracle.eps(dtype) * p.double().abs() @ v.double().abs()).max()
+    expected = oracle.matmul(p, v)
+    expected.budget += float(slack)
+    expected.check(out)
+
+
+@step2
+@half_dtypes
+@head_dims
+@pytest.mark.parametrize(("T", "S"), [(64, 64), (128, 128), (100, 128), (1, 64)])
+def test_wgmma_products(lab, T, S, D, dtype):
+    check_products(lab, EVERYWHERE, T, S, D, dtype, 0.25)
+
+
+@step2
+def test_wgmma_products_scale_before_rounding(lab):
+    check_products(lab, (LATE,), 64, 64, 64, F16, 1e-4)
+    q = torch.full((64, 64), 60.0, dtype=F16)  # products of 230,400: scaled first, they fit
+    with running(LATE):
+        out = lab.wgmma_products(q, q, torch.ones_like(q), 2.0**-9)
+    assert bool((out == 64 * 450).all()), f"want 28,800, got {float(out[0, 0])}"
+
+
+@step2
+def test_wgmma_products_work(lab):
+    work = check_products(lab, (LATE,), 128, 128, 64, F16, 1.0)
+    want = 2 * 4 * 64 * 128 * 64
+    assert work.flops == want, f"two products a program, {want:,} FLOPs: got {work.flops:,}"
+    loaded = 2 * (64 + 2 * 128) * 64 * 2
+    assert work.bytes_loaded == loaded, (
+        f"a tile each of q, k and v a program, {loaded:,} bytes: got {work.bytes_loaded:,}"
+    )
+
+
+@step2
+@needs_compiler
+@pytest.mark.timeout(180)
+def test_wgmma_products_compiles(lab, request):
+    check_compiles(lab, request, "wgmma_products", "wgmma", "bulk")
+
+
+@step2
+def test_wgmma_products_rejects(lab):
+    q = oracle.inputs(64, 64, dtype=F16)
+    with running(LATE):
+        lab.wgmma_products(q, q, q)
+        bad = [(q[0], q, q), (q[:0], q, q), (q, q[:32], q[:32]), (q, q, q[:32]), (q[:, :32], q, q)]
+        bad += [(q.float(), q, q), (q.float(), q.float(), q.float()), (q, q.bfloat16(), q)]
+        for args in bad:
+            with pytest.raises(ValueError, match="got"):
+                lab.wgmma_products(*args)
+
+
+# ---------------------------------------------------------------- what steps 3 to 5 share
+
+SIMPLE, OVERLAP = "attention_producer_consumer", "attention_overlap"
+BEST, CONFIGURED = "hopper_attention", "attention_persistent"
+
+
+def check_attention(lab, name, places, q, k, v, causal=False, scale=None, mps=3, **options):
+    """out and lse of one of the attention functions against float64; what the last run did."""
+    args = (scale,) if name == SIMPLE else (causal, scale)
+    want = oracle.attention(q, k, v, causal, kernel=True, tiles=(128, 128), scale=scale)
+    for where in places:
+        with named(where), running(where, mps) as (device, work):
+            x = (t if t.device.type == device else t.to(device) for t in (q, k, v))
+            got = getattr(lab, name)(*x, *args, **options)
+            oracle.check_all(want, tuple(t.to(q.device) for t in got), name)
+    return work
+
+
+def check_layouts(lab, name, T, **options):
+    """Inputs that TMA can read where they lie, and others."""
+    where = ONCE
+    for layout in ("transposed", "strided"):
+        q, k, v = oracle.qkv(2, 3, T, 64, dtype=F16, layout=layout)
+        check_attention(lab, name, where, q, k, v, **options)
+        check_attention(lab, name, where, q.contiguous(), k.contiguous(), v, **options)
+    wide = oracle.inputs(2, 3, T, 72, dtype=F16)
+    for x in (wide[..., 8:], wide[..., 1:65]):
+        check_attention(lab, name, where, x, x, x, **options)
+    shared = oracle.inputs(1, 1, T, 64, dtype=F16).expand(2, 3, T, 64)
+    q = oracle.inputs(2, 3, T, 64, dtype=F16)
+    check_attention(lab, name, where, q, shared, shared, **options)
+
+
+def check_huge_equal_scores(lab, name, T, sign, **options):
+    """Scores near 1e11: exp(s - m) must be exactly 1, however s and m were rounded on the way."""
+    args = () if name == SIMPLE else (sign < 0,)
+    for where in ONCE:
+        with named(where):
+            with running(where) as (device, _):
+                x = torch.full((1, 1, T, 64), 133120.0, dtype=BF16, device=device)
+                out, lse = getattr(lab, name)(x, sign * x, x, *args, **options)
+            assert bool((out == x).all()), (
+                f"equal scores weigh equally: want 133120, got {out[0, 0, -1, 0].item()}. "
+                "x * scale - round(max * scale) in one fused multiply-add is not 0"
+            )
+            assert bool(torch.isfinite(lse).all()), "lse is the score itself here: finite"
+
+
+def check_attention_rejects(lab, call, q, k, v):
+    """Shapes, dtypes, scales and empty tensors that no attention function here takes."""
+    bad = {
+        "rank": (q[0], k[0], v[0]),
+        "batch": (q, k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1)),
+        "heads": (q.repeat(1, 2, 1, 1), k, v),
+        "head dim of k": (q, k[..., :32], v),
+        "head dim": (q[..., :32], k[..., :32], v[..., :32]),
+        "lengths": (q, k[:, :, :64], v[:, :, :64]),
+        "float32": (q.float(), k.float(), v.float()),
+        "mixed": (q, k, v.bfloat16()),
+        "empty": (q[:0], k[:0], v[:0]),
+    }
+    for args in bad.values():
+        with pytest.raises(ValueError, match="got"):
+            call(*args)
+    for scale in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="scale"):
+            call(q, k, v, scale=scale)
+
+
+# ---------------------------------------------------------------- step 3
+
+
+@step3
+@half_dtypes
+@head_dims
+@pytest.mark.parametrize("T", [128, 384])
+def test_producer_consumer(lab, T, D, dtype):
+    check_attention(lab, SIMPLE, EVERYWHERE, *fenced_qkv(1, 2, T, D, dtype=dtype))
+
+
+@step3
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_producer_consumer_stages(lab, stages):
+    check_attention(lab, SIMPLE, EVERYWHERE, *fenced_qkv(1, 1, 640, 64, dtype=F16), stages=stages)
+
+
+@step3
+@pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal", "low"])
+def test_producer_consumer_score_ranges(lab, kind):
+    check_attention(lab, SIMPLE, ONCE, *fenced_qkv(1, 1, 256, 64, dtype=F16, kind=kind))
+
+
+@step3
+@pytest.mark.parametrize("sign", [1, -1])
+def test_producer_consumer_huge_equal_scores(lab, sign):
+    check_huge_equal_scores(lab, SIMPLE, 256, sign)
+
+
+@step3
+def test_producer_consumer_layouts(lab):
+    check_layouts(lab, SIMPLE, 128)
+
+
+@step3
+@pytest.mark.parametrize(("B", "H"), [(3, 2), (1, 5)])
+def test_producer_consumer_heads_and_scale(lab, B, H):
+    check_attention(lab, SIMPLE, ONCE, *fenced_qkv(B, H, 256, 64, dtype=F16), scale=0.3)
+
+
+@step3
+def test_producer_consumer_moves_few_bytes(lab):
+    work = check_attention(lab, SIMPLE, (LATE,), *oracle.qkv(1, 1, 384, 64, dtype=F16))
+    row = 64 * 2
+    loaded = 384 * row + 3 * 2 * 384 * row
+    assert work.bytes_loaded == loaded, (
+        f"q once, K and V once for each 128 rows of q, {loaded:,} bytes: got {work.bytes_loaded:,}"
+    )
+    assert work.bytes_stored == 384 * row, f"out once: got {work.bytes_stored:,} bytes"
+    flops = 2 * 2 * 384 * 384 * 64
+    assert work.flops == flops, f"two products, {flops:,} FLOPs: got {work.flops:,}"
+
+
+@step3
+@needs_compiler
+@pytest.mark.timeout(180)
+@head_dims
+def test_producer_consumer_compiles(lab, request, D):
+    check_compiles(lab, request, SIMPLE, "wgmma", "bulk", head_dim=D)
+
+
+@step3
+def test_producer_consumer_rejects(lab):
+    q, k, v = oracle.qkv(1, 2, 128, 64, dtype=F16)
+    with running(LATE):
+        lab.attention_producer_consumer(q, k, v)
+        check_attention_rejects(lab, lab.attention_producer_consumer, q, k, v)
+        with pytest.raises(ValueError, match="multiple of 128"):
+            lab.attention_producer_consumer(*(x[:, :, :127] for x in (q, k, v)))
+
+
+# ---------------------------------------------------------------- step 4
+
+LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 200, 300]
+
+
+@step4
+@causal_or_full
+@half_dtypes
+@pytest.mark.parametrize("T", [37, 128, 300])
+def test_overlap(lab, T, dtype, causal):
+    check_attention(lab, OVERLAP, EVERYWHERE, *fenced_qkv(1, 2, T, 64, dtype=dtype), causal)
+
+
+@step4
+@causal_or_full
+def test_overlap_ragged_lengths(lab, causal):
+    for T in LENGTHS:
+        check_attention(lab, OVERLAP, ONCE, *fenced_qkv(2, 2, T, 64, dtype=F16), causal)
+
+
+@step4
+@causal_or_full
+@pytest.mark.parametrize(("block_n", "stages"), [(64, 2), (64, 4), (128, 3)])
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_overlap_tiles(lab, block_n, stages, ping_pong, causal):
+    options = dict(block_n=block_n, stages=stages, ping_pong=ping_pong)
+    check_attention(
+        lab, OVERLAP, EVERYWHERE, *fenced_qkv(1, 1, 330, 64, dtype=F16), causal, **options
+    )
+
+
+@step4
+@causal_or_full
+def test_overlap_head_dim_128(lab, causal):
+    check_attention(lab, OVERLAP, EVERYWHERE, *fenced_qkv(1, 1, 300, 128, dtype=BF16), causal)
+
+
+@step4
+@causal_or_full
+@pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal", "low"])
+def test_overlap_score_ranges(lab, kind, causal):
+    check_attention(lab, OVERLAP, ONCE, *fenced_qkv(1, 1, 300, 64, dtype=F16, kind=kind), causal)
+
+
+@step4
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("T", [20, 300])
+def test_overlap_huge_equal_scores(lab, T, sign):
+    check_huge_equal_scores(lab, OVERLAP, T, sign)
+
+
+@step4
+def test_overlap_half_scores_do_not_overflow(lab):
+    q, k, v = oracle.qkv(1, 1, 130, 64, dtype=F16)
+    check_attention(lab, OVERLAP, ONCE, q * 60, k * 60, v)  # q.k before scaling passes 65,504
+
+
+@step4
+def test_overlap_layouts(lab):
+    check_layouts(lab, OVERLAP, 70, causal=True)
+
+
+def blocks_seen(T, block_m, block_n, causal):
+    """(key blocks of all query tiles, those of them that need a mask)."""
+    total = masked = 0
+    for start in range(0, T, block_m):
+        end = min(T, start + block_m) if causal else T
+        n = math.ceil(end / block_n)
+        total += n
+        masked += n - (min(start, T) // block_n if causal else T // block_n)
+    return total, masked
+
+
+@step4
+@causal_or_full
+@pytest.mark.parametrize("T", [512, 600])
+def test_overlap_work(lab, T, causal):
+    work = check_attention(lab, OVERLAP, (LATE,), *oracle.qkv(1, 1, T, 64, dtype=F16), causal)
+    total, masked = blocks_seen(T, 128, 128, causal)
+    flops = total * 4 * 128 * 128 * 64
+    assert work.flops == flops, (
+        f"{total} visited blocks of 128 x 128, {flops:,} FLOPs: got {work.flops:,}"
+    )
+    assert work.masked == 2 * masked, (
+        f"only blocks that the diagonal or the end crosses need a mask, {2 * masked} for both "
+        f"consumers: got {work.masked}"
+    )
+    tiles = math.ceil(T / 128)
+    loaded = (tiles * 128 + 2 * total * 128) * 64 * 2
+    assert work.bytes_loaded == loaded, f"want {loaded:,} bytes loaded: got {work.bytes_loaded:,}"
+
+
+@step4
+def test_overlap_keeps_a_product_in_flight(lab):
+    work = check_attention(lab, OVERLAP, (LATE,), *oracle.qkv(1, 1, 512, 64, dtype=F16))
+    alone = work.softmaxes - work.overlapped
+    assert work.softmaxes == 2 * 4 * 4, f"one a block and consumer, 32: got {work.softmaxes}"
+    assert alone <= 2 * 4, (
+        "but for the first block of a tile, P @ V of the block before is in flight while the "
+        f"softmax is computed: got {alone} of {work.softmaxes} without a product in flight"
+    )
+
+
+@step4
+@needs_compiler
+@pytest.mark.timeout(240)
+@head_dims
+@causal_or_full
+def test_overlap_compiles(lab, request, D, causal):
+    check_compiles(lab, request, OVERLAP, "wgmma", "bulk", head_dim=D, causal=causal)
+
+
+@step4
+def test_overlap_rejects(lab):
+    q, k, v = oracle.qkv(1, 2, 100, 64, dtype=F16)
+    with running(LATE):
+        lab.attention_overlap(q, k, v)
+        check_attention_rejects(lab, lab.attention_overlap, q, k, v)
+        for options in ({"block_n": 32}, {"block_n": 96}, {"stages": 1}, {"stages": 0}):
+            with pytest.raises(ValueError, match="got"):
+                lab.attention_overlap(q, k, v, **options)
+
+
+# ---------------------------------------------------------------- step 5
+
+
+@step5
+@causal_or_full
+@half_dtypes
+@pytest.mark.parametrize("T", [37, 300])
+def test_hopper_attention(lab, T, dtype, causal):
+    check_attention(lab, BEST, EVERYWHERE, *fenced_qkv(2, 3, T, 64, dtype=dtype), causal)
+
+
+@step5
+@causal_or_full
+def test_hopper_attention_ragged_lengths(lab, causal):
+    for T in LENGTHS:
+        check_attention(lab, BEST, ONCE, *fenced_qkv(2, 2, T, 64, dtype=F16), causal)
+
+
+@step5
+@causal_or_full
+@pytest.mark.parametrize("multiprocessors", [1, 2, 7])
+def test_hopper_attention_many_tiles_a_program(lab, multiprocessors, causal):
+    q, k, v = fenced_qkv(1, 2, 600, 64, dtype=F16)
+    check_attention(lab, BEST, EVERYWHERE, q, k, v, causal, mps=multiprocessors)
+
+
+@step5
+@causal_or_full
+def test_hopper_attention_head_dim_128(lab, causal):
+    check_attention(lab, BEST, EVERYWHERE, *fenced_qkv(1, 3, 270, 128, dtype=BF16), causal, mps=2)
+
+
+CONFIGS = [
+    {"consumers": 3},
+    {"consumers": 3, "block_n": 64, "stages": 4},
+    {"block_n": 64, "ping_pong": False},
+    {"stages": 3, "persistent": False},
+    {"fused": True},
+    {"consumers": 3, "fused": True, "ping_pong": False},
+]
+
+
+@step5
+@causal_or_full
+@pytest.mark.parametrize(
+    "changes", CONFIGS, ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items())
+)
+def test_hopper_attention_configurations(lab, changes, causal):
+    config = lab.Config(**changes)
+    q, k, v = fenced_qkv(1, 2, 330, 64, dtype=F16)
+    check_attention(lab, CONFIGURED, EVERYWHERE, q, k, v, causal, mps=2, config=config)
+
+
+@step5
+@causal_or_full
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal", "low"])
+def test_hopper_attention_score_ranges(lab, kind, fused, causal):
+    q, k, v = fenced_qkv(1, 1, 300, 64, dtype=F16, kind=kind)
+    config = lab.Config(fused=fused)
+    check_attention(lab, CONFIGURED, ONCE, q, k, v, causal, config=config)
+
+
+@step5
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("T", [1, 20, 300])
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_hopper_attention_huge_equal_scores(lab, fused, T, sign):
+    if fused is None:
+        check_huge_equal_scores(lab, BEST, T, sign)
+    else:
+        config = lab.Config(fused=fused)
+        check_huge_equal_scores(lab, CONFIGURED, T, sign, config=config)
+
+
+@step5
+def test_hopper_attention_layouts(lab):
+    check_layouts(lab, BEST, 70, causal=True)
+
+
+@step5
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 2.0])
+def test_hopper_attention_scale(lab, scale):
+    check_attention(lab, BEST, ONCE, *fenced_qkv(1, 2, 150, 64, dtype=F16), True, scale)
+
+
+@step5
+def test_hopper_attention_many_short_heads(lab):
+    check_attention(lab, BEST, ONCE, *fenced_qkv(9, 5, 3, 64, dtype=F16), True)
+    check_attention(lab, BEST, ONCE, *fenced_qkv(40, 1, 1, 128, dtype=BF16), False)
+
+
+@step5
+@causal_or_full
+def test_hopper_attention_work(lab, causal):
+    B, H, T = 1, 2, 600
+    q, k, v = oracle.qkv(B, H, T, 64, dtype=F16)
+    config = lab.Config()
+    work = check_attention(lab, CONFIGURED, (LATE,), q, k, v, causal, config=config)
+    total, masked = blocks_seen(T, 128, 128, causal)
+    flops = B * H * total * 4 * 128 * 128 * 64
+    assert work.programs == 3, f"a program for each of 3 multiprocessors: got {work.programs}"
+    assert work.flops == flops, f"want {flops:,} FLOPs of products: got {work.flops:,}"
+    assert work.masked == B * H * 2 * masked, (
+        f"{B * H * 2 * masked} masks at the diagonal or the end: got {work.masked}"
+    )
+    alone = work.softmaxes - work.overlapped
+    assert alone <= B * H * 2 * 5, f"{alone} softmaxes without a product in flight, at most 20"
+
+
+@step5
+def test_hopper_attention_follows_its_input(lab):
+    q, k, v = oracle.qkv(1, 2, 150, 64, dtype=F16)
+    with running(LATE):
+        out, lse = lab.hopper_attention(q, k, v)
+    kept = out.clone(), lse.clone()
+    for x in (q, k, v):
+        x.copy_(oracle.inputs(1, 2, 150, 64, dtype=F16))
+    check_attention(lab, BEST, (LATE,), q, k, v)
+    check_attention(lab, BEST, (LATE,), q, k, v, mps=5)
+    assert torch.equal(out, kept[0]), "a second call must not write into the first one's result"
+    assert torch.equal(lse, kept[1]), "a second call must not write into the first one's result"
+
+
+def check_schedule(lab, n_m, n_heads, programs, group, lengths):
+    plan = lab.schedule(n_m, n_heads, programs, group, lengths)
+    assert len(plan) == programs, f"a list for each of {programs} programs: got {len(plan)}"
+    tiles = sorted(itertools.chain(*plan))
+    assert tiles == list(range(n_m * n_heads)), "each tile of each head exactly once"
+    assert all(plan), "each program has a tile"
+    return plan
+
+
+@step5
+@pytest.mark.parametrize("programs", [1, 3, 8])
+@pytest.mark.parametrize(("n_m", "n_heads", "group"), [(4, 6, 2), (1, 9, 4), (8, 1, 1), (5, 7, 3)])
+def test_schedule_has_each_tile_once(lab, n_m, n_heads, group, programs):
+    check_schedule(lab, n_m, n_heads, programs, group, [m + 2.0 for m in range(n_m)])
+    check_schedule(lab, n_m, n_heads, programs, group, [3.0] * n_m)
+
+
+@step5
+@pytest.mark.parametrize(
+    ("T", "D"), [(512, 128), (1024, 128), (2048, 64), (4096, 128), (16384, 128)]
+)
+def test_schedule_is_balanced_when_causal(lab, T, D):
+    n_m, n_heads = T // 128, 16384 // T * (2048 // D)
+    lengths = [m + 2.2 for m in range(n_m)]
+    group = max(1, min(n_heads, (32 << 20) // (4 * T * D)))
+    plan = check_schedule(lab, n_m, n_heads, 132, group, lengths)
+    loads = [sum(lengths[tile % n_m] for tile in mine) for mine in plan]
+    balance = sum(loads) / 132 / max(loads)
+    assert balance >= 0.98, (
+        f"132 programs should end at about the same time, 0.98 of the longest on average: got "
+        f"{balance:.3f}. Long tiles first, each to the program that is free first"
+    )
+    heads_in_turn = [tile // n_m // group for mine in plan for tile in mine[:1]]
+    assert max(heads_in_turn) <= 132 // (group * n_m) + 1, (
+        "the first tiles are of the first groups of heads: their keys share the cache"
+    )
+
+
+@step5
+def test_schedule_keeps_a_head_together_when_full(lab):
+    plan = check_schedule(lab, 8, 4, 8, 2, [8.0] * 8)
+    for turn in range(4):
+        heads = {mine[turn] // 8 for mine in plan}
+        assert len(heads) == 1, f"8 programs, 8 tiles a head: turn {turn} has heads {sorted(heads)}"
+
+
+@step5
+@needs_compiler
+@pytest.mark.timeout(240)
+@head_dims
+@causal_or_full
+def test_hopper_attention_compiles(lab, request, D, causal):
+    check_compiles(lab, request, BEST, "wgmma", "bulk", head_dim=D, causal=causal)
+
+
+@step5
+@needs_hopper
+@causal_or_full
+@head_dims
+@pytest.mark.timeout(300)
+def test_no_hang_at_any_length(lab, D, causal):
+    for T in [*range(1, 140), *range(140, 1001, 43), 1000]:
+        q, k, v = oracle.qkv(1, 3, T, D, dtype=BF16, device="cuda")
+        for name in (OVERLAP, BEST):
+            got = getattr(lab, name)(q, k, v, causal)
+            torch.cuda.synchronize()
+            oracle.check_all(oracle.attention(q, k, v, causal, kernel=True), got, f"{name}, T={T}")
+
+
+@step5
+@needs_hopper
+@causal_or_full
+@pytest.mark.timeout(300)
+def test_long_sequences_on_the_card(lab, causal):
+    for D in (64, 128):
+        q, k, v = oracle.qkv(1, 2, 4099, D, dtype=BF16, device="cuda")
+        check_attention(lab, BEST, (CARD,), q, k, v, causal)
+        for _ in range(20):  # a race would not show each time
+            again = lab.hopper_attention(q, k, v, causal)[0]
+            assert torch.equal(again, lab.hopper_attention(q, k, v, causal)[0])
+
+
+@step5
+def test_hopper_attention_rejects(lab):
+    q, k, v = oracle.qkv(1, 2, 100, 64, dtype=F16)
+    with running(LATE):
+        lab.hopper_attention(q, k, v)
+        check_attention_rejects(lab, lab.hopper_attention, q, k, v)
+        for changes in ({"consumers": 1}, {"consumers": 4}, {"block_n": 32}, {"stages": 1}):
+            with pytest.raises(ValueError, match="got"):
+                lab.attention_persistent(q, k, v, config=lab.Config(**changes))
+    with pytest.raises(RuntimeError, match="Hopper"):
+        lab.hopper_attention(q, k, v)

@@ -1,0 +1,361 @@
+"""The emulator of Gluon kernels: barriers, what is asynchronous, deadlocks, refusals."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from labs._harness import gluon_emulator as ge
+from labs._harness import triton_private
+
+if ge.unavailable():
+    pytest.skip(str(ge.unavailable()), allow_module_level=True)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+async_load, async_store = triton_private.tma_copies()
+LATE, EARLY, MIXED = 0, 1, 2
+every_mood = pytest.mark.parametrize("seed", [LATE, EARLY, MIXED], ids=["late", "early", "mixed"])
+ACC = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+
+
+def described(x, block):
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)
+    return TensorDescriptor.from_tensor(x, block, layout)
+
+
+def run(kernel, *args, seed=LATE, grid=(1,), **constants):
+    with ge.emulate(seed) as work:
+        kernel[grid](*args, num_warps=4, **constants)
+    return work
+
+
+# ---------------------------------------------------------------- barriers
+
+
+def test_a_barrier_counts_arrivals_and_bytes():
+    bar = ge.Barrier(count=2, pending=2)
+    bar.arrive(1, "bar")
+    assert (bar.phase, bar.pending) == (0, 1)
+    bar.bytes += 64
+    bar.arrive(1, "bar")
+    assert bar.phase == 0, "bytes are still to come"
+    bar.bytes -= 64
+    bar.settle()
+    assert (bar.phase, bar.pending) == (1, 2), "the next phase wants its arrivals anew"
+    with pytest.raises(ge.GluonError, match="arrives twice"):
+        bar.arrive(3, "bar")
+
+
+@gluon.jit
+def _parity_kernel(PARITY: gl.constexpr, ARRIVALS: gl.constexpr):
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    for _ in gl.static_range(ARRIVALS):
+        mbarrier.arrive(bar, count=1)
+    mbarrier.wait(bar, PARITY)
+
+
+@pytest.mark.parametrize(("arrivals", "passes"), [(0, 1), (1, 0), (2, 1), (3, 0)])
+def test_a_wait_passes_for_the_phase_that_does_not_run(arrivals, passes):
+    run(_parity_kernel, PARITY=passes, ARRIVALS=arrivals)
+    with pytest.raises(ge.Deadlock, match=f"parity {1 - passes} of bar"):
+        run(_parity_kernel, PARITY=1 - passes, ARRIVALS=arrivals)
+
+
+def test_a_parity_is_0_or_1():
+    with pytest.raises(ge.GluonError, match="phase & 1"):
+        run(_parity_kernel, PARITY=2, ARRIVALS=0)
+
+
+# ---------------------------------------------------------------- TMA
+
+
+@gluon.jit
+def _copy_kernel(
+    x_desc,
+    y_desc,
+    row,
+    WAIT: gl.constexpr,
+    FENCE: gl.constexpr,
+    END: gl.constexpr,
+    THROUGH_REGISTERS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    tile = gl.allocate_shared_memory(x_desc.dtype, [64, 64], x_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, x_desc.block_type.nbytes)
+    async_load(x_desc, [row, 0], bar, tile)
+    if WAIT:
+        mbarrier.wait(bar, 0)
+    if THROUGH_REGISTERS:
+        values = tile.load(LAYOUT)
+        tile.store((values * 2.0).to(gl.float16))
+    if FENCE:
+        fence_async_shared()
+    async_store(y_desc, [row, 0], tile)
+    if END:
+        tma.store_wait(pendings=0)
+    if not WAIT:
+        mbarrier.wait(bar, 0)
+
+
+def copied(seed=LATE, row=0, rows=64, **changes):
+    x, y = torch.randn(rows, 64).half(), torch.full((rows, 64), 7.0).half()
+    options = dict(WAIT=True, FENCE=True, END=True, THROUGH_REGISTERS=False, LAYOUT=ACC)
+    work = run(
+        _copy_kernel,
+        described(x, [64, 64]),
+        described(y, [64, 64]),
+        row,
+        seed=seed,
+        **{**options, **changes},
+    )
+    return x, y, work
+
+
+@every_mood
+def test_a_copy(seed):
+    x, y, work = copied(seed)
+    assert torch.equal(x, y)
+    assert (work.bytes_loaded, work.bytes_stored, work.programs) == (8192, 8192, 1)
+    assert work.shared == 8192 + 8
+
+
+def test_rows_outside_are_zeros_and_dropped():
+    x, y, _ = copied(rows=40)
+    assert torch.equal(x, y)
+    x, y, _ = copied(row=30, rows=64)
+    assert torch.equal(y[30:], x[30:])
+    assert bool((y[:30] == 7).all())
+
+
+def test_a_load_has_not_arrived_before_its_barrier_says_so():
+    assert bool(copied(WAIT=False)[1].isnan().all())
+
+
+@every_mood
+def test_tma_sees_what_was_written_before_a_fence(seed):
+    x, y, _ = copied(seed, THROUGH_REGISTERS=True)
+    assert torch.equal(y, x * 2)
+    x, y, _ = copied(seed, THROUGH_REGISTERS=True, FENCE=False)
+    assert torch.equal(y, x), "the store reads what TMA wrote"
+
+
+def test_a_program_may_not_end_while_a_store_reads():
+    with pytest.raises(ge.GluonError, match="store_wait"):
+        copied(END=False)
+
+
+# ---------------------------------------------------------------- products
+
+
+@gluon.jit
+def _product_kernel(x_desc, y_desc, WAIT: gl.constexpr, SPOIL: gl.constexpr, LAYOUT: gl.constexpr):
+    a = gl.allocate_shared_memory(x_desc.dtype, [64, 64], x_desc.layout)
+    out = gl.allocate_shared_memory(x_desc.dtype, [64, 64], x_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, x_desc.block_type.nbytes)
+    async_load(x_desc, [0, 0], bar, a)
+    mbarrier.wait(bar, 0)
+    zero = gl.zeros([64, 64], gl.float32, LAYOUT)
+    c = warpgroup_mma(a, a, zero, use_acc=False, is_async=True)
+    if SPOIL:  # somebody overwrites the operand while it is read
+        mbarrier.expect(bar, x_desc.block_type.nbytes)
+        async_load(x_desc, [64, 0], bar, a)
+        mbarrier.wait(bar, 1)
+    if WAIT:
+        c = warpgroup_mma_wait(0, [c])
+    out.store(c.to(gl.float16))
+    fence_async_shared()
+    async_store(y_desc, [0, 0], out)
+    tma.store_wait(pendings=0)
+
+
+def product(seed, WAIT=True, SPOIL=False):
+    x, y = torch.randn(128, 64).half(), torch.empty(64, 64).half()
+    descs = described(x, [64, 64]), described(y, [64, 64])
+    work = run(_product_kernel, *descs, seed=seed, WAIT=WAIT, SPOIL=SPOIL, LAYOUT=ACC)
+    return (x[:64].float() @ x[:64].float()).half(), y, work
+
+
+@every_mood
+def test_a_product(seed):
+    want, got, work = product(seed)
+    assert torch.allclose(want, got, atol=0.05)
+    assert work.flops == 2 * 64**3
+
+
+def test_a_product_reads_its_operands_until_it_is_waited_for():
+    want, got, _ = product(LATE, SPOIL=True)
+    assert not torch.allclose(want, got, atol=0.05)
+    want, got, _ = product(EARLY, SPOIL=True)
+    assert torch.allclose(want, got, atol=0.05), "as early as can be it has read them already"
+
+
+@every_mood
+def test_a_product_in_flight_has_no_numbers(seed):
+    with pytest.raises(ge.GluonError, match=r"product of line \d+ is in flight"):
+        product(seed, WAIT=False)
+
+
+# ---------------------------------------------------------------- partitions
+
+
+@gluon.jit
+def _ping(order, log_ptr, ROUNDS: gl.constexpr, MINE: gl.constexpr, FORGETS: gl.constexpr):
+    lane = gl.arange(0, 2, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    for i in range(ROUNDS):
+        mbarrier.wait(order.index(MINE), (i & 1) ^ (MINE == 0))
+        gl.store(log_ptr + 2 * i + lane, MINE, mask=lane == MINE)
+        if not FORGETS:
+            mbarrier.arrive(order.index(1 - MINE), count=1)
+
+
+@gluon.jit
+def _turns_kernel(log_ptr, ROUNDS: gl.constexpr, FORGETS: gl.constexpr):
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(order.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_ping, (order, log_ptr, ROUNDS, 0, False)),
+            (_ping, (order, log_ptr, ROUNDS, 1, FORGETS)),
+        ],
+        [4],
+        [96],
+    )
+
+
+@every_mood
+def test_partitions_take_turns(seed):
+    log = torch.full((20,), -1, dtype=torch.int32)
+    run(_turns_kernel, log, seed=seed, ROUNDS=10, FORGETS=False)
+    assert log.tolist() == [0, 1] * 10
+
+
+@every_mood
+def test_a_deadlock_says_who_waits_for_what(seed):
+    log = torch.full((20,), -1, dtype=torch.int32)
+    with pytest.raises(ge.Deadlock) as caught:
+        run(_turns_kernel, log, seed=seed, ROUNDS=10, FORGETS=True)
+    text = str(caught.value)
+    assert re.search(r"_ping 0, line \d+: waits for parity 0 of order\[0\]", text), text
+    assert "lacks 1 of 1 arrivals" in text
+
+
+def test_an_error_in_a_partition_ends_the_others():
+    log = torch.full((1,), -1, dtype=torch.int32)
+    with pytest.raises(ge.GluonError, match="element 1 of log_ptr, which has 1"):
+        run(_turns_kernel, log, ROUNDS=10, FORGETS=False)
+
+
+# ---------------------------------------------------------------- values
+
+
+@gluon.jit
+def _residual_kernel(x_ptr, y_ptr, c, LAYOUT: gl.constexpr):
+    lane = gl.arange(0, 64, layout=LAYOUT)
+    x = gl.load(x_ptr + lane)
+    m = gl.maximum(x * c, x * c)  # rounded
+    gl.store(y_ptr + lane, x * c - m)
+
+
+BLOCKED = gl.BlockedLayout([1], [32], [4], [0])
+
+
+def test_a_product_and_a_sum_are_fused():
+    x, y = torch.full((64,), 1.1327e12), torch.empty(64)
+    run(_residual_kernel, x, y, 0.1803368, LAYOUT=BLOCKED)
+    assert bool((y != 0).all()), "x * c - round(x * c) is what rounding took away"
+    assert float(y.abs().max()) < 2**15
+
+
+@gluon.jit
+def _layouts_kernel(y_ptr, A: gl.constexpr, B: gl.constexpr, CONVERT: gl.constexpr):
+    x = gl.arange(0, 64, layout=A)
+    y = gl.arange(0, 64, layout=B)
+    if CONVERT:
+        y = gl.convert_layout(y, A)
+    gl.store(y_ptr + x, x + y)
+
+
+def test_two_layouts_do_not_meet():
+    other = gl.BlockedLayout([2], [32], [4], [0])
+    y = torch.empty(64, dtype=torch.int32)
+    run(_layouts_kernel, y, A=BLOCKED, B=other, CONVERT=True)
+    assert y.tolist() == [2 * i for i in range(64)]
+    with pytest.raises(ge.GluonError, match="different layouts"):
+        run(_layouts_kernel, y, A=BLOCKED, B=other, CONVERT=False)
+
+
+def test_integers_are_those_of_a_card():
+    assert ge.Int(-7) // 2 == -3
+    assert ge.Int(-7) % 2 == -1
+    assert (ge.Int(1 << 20).to(gl.int64) * (1 << 20)).bits == 64
+    with pytest.raises(ge.GluonError, match="does not fit an int32"):
+        ge.Int(1 << 20) * (1 << 20)
+    assert 5 - ge.Int(2) == 3
+    assert isinstance(2 * ge.Int(2), ge.Int)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_numbers_are_rounded_to_nearest_even(dtype):
+    x = torch.randn(10_000) * 100
+    want = x.to(getattr(torch, dtype)).float().numpy()
+    assert np.array_equal(ge.rounded(x.numpy(), getattr(gl, dtype)), want)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@gluon.jit
+def _large_kernel(N: gl.constexpr, LAYOUT: gl.constexpr):
+    gl.allocate_shared_memory(gl.float16, [N, 64], LAYOUT)
+
+
+def test_shared_memory_is_limited():
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
+    run(_large_kernel, N=1024, LAYOUT=layout)
+    with pytest.raises(ge.GluonError, match="262,144 bytes"):
+        run(_large_kernel, N=2048, LAYOUT=layout)
+
+
+@gluon.jit
+def _unknown_kernel(y_ptr, LAYOUT: gl.constexpr):
+    gl.store(y_ptr + gl.arange(0, 64, layout=LAYOUT), gl.histogram(0, 0))
+
+
+def test_what_is_not_emulated_says_so():
+    with pytest.raises(ge.Unsupported, match="no language.histogram"):
+        run(_unknown_kernel, torch.empty(64), LAYOUT=BLOCKED)
+
+
+def test_only_within_the_block():
+    x = torch.empty(4)
+    with pytest.raises(RuntimeError, match="Hopper card"):
+        ge.check_launch(x=x)
+    with ge.emulate():
+        ge.check_launch(x=x)
+        with pytest.raises(ValueError, match="one dtype"):
+            ge.check_launch(x=x, y=x.half())
+    from triton.experimental.gluon._runtime import GluonJITFunction
+
+    assert "run" not in vars(GluonJITFunction), "launches go to the card again"
+
+
+def test_the_same_seed_gives_the_same_order():
+    runs = [[copied(seed, rows=40)[2] for seed in (2, 5, 8)] for _ in range(2)]
+    assert runs[0] == runs[1]
