@@ -220,7 +220,7 @@ def test_vector_add_is_computed_anew(lab, device):
 
 @step1
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_vector_add_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "vector_add")
 
@@ -343,7 +343,7 @@ def test_row_sum_is_computed_anew(lab, device):
 
 @step2
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_row_sum_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "row_sum")
 
@@ -447,7 +447,7 @@ def test_copy_2d_is_computed_anew(lab, device):
 
 @step3
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_copy_2d_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "copy_2d")
 
@@ -572,7 +572,7 @@ def test_bias_silu_is_computed_anew(lab, device):
 
 @step4
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_bias_silu_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "bias_silu")
 
@@ -742,7 +742,7 @@ def test_row_max_is_computed_anew(lab, device):
 
 @step5
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_row_max_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "row_max")
 

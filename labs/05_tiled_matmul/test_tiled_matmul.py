@@ -464,7 +464,7 @@ def check_compiles(lab, request, launcher, **options):
 
 @step2
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_triton_matmul_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "triton_matmul")
 
@@ -569,7 +569,7 @@ def test_ragged_matmul_follows_its_input(lab, device):
 
 @step3
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_ragged_matmul_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "ragged_matmul")
     found = compiled(lab, request, [("ragged_matmul", arch, {}) for arch in cards.CARDS])
@@ -732,7 +732,7 @@ def test_ragged_matmul_loads_the_tiles_of_its_order(lab, device):
 
 @step4
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_grouped_order_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "ragged_matmul", group=8)
 

@@ -689,7 +689,7 @@ def test_triton_softmax_follows_its_input(lab, device):
 
 @step4
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_triton_softmax_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "triton_softmax")
 
@@ -869,7 +869,7 @@ def test_triton_flash_attention_follows_its_input(lab, device):
 
 @step5
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_triton_flash_attention_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "triton_flash_attention", block_m=16, block_n=16)
     # The benchmark's tiles of 64 x 64 must fit, though a right kernel's registers may spill.

@@ -223,7 +223,7 @@ def far_tensor(device, B, H, T, D):
 
 @step1
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_delta_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "attention_delta")
 
@@ -409,7 +409,7 @@ def test_dkdv_offsets_beyond_32_bits(lab, device):
 
 @step2
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_dkdv_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "attention_dkdv", block_m=32, block_n=32)
     check_compiles(lab, request, "attention_dkdv", may_spill=True)  # tiles of 64 x 64 must fit
@@ -645,7 +645,7 @@ def test_dq_offsets_beyond_32_bits(lab, device, causal):
 
 @step3
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_dq_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "attention_dq", block_m=32, block_n=32)
     check_compiles(lab, request, "attention_dq", may_spill=True)  # tiles of 64 x 64 must fit

@@ -494,7 +494,7 @@ def test_attention_is_the_kernels_work(lab, device):
 
 @step2
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_attention_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "attention", block_m=32, block_n=32)
 
@@ -662,7 +662,7 @@ def test_window_is_the_kernels_work(lab, device):
 
 @step3
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_window_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "_attend", block_m=32, block_n=32)
 
@@ -984,7 +984,7 @@ def test_varlen_is_the_kernels_work(lab, device):
 
 @step5
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_varlen_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "varlen_attention", block_m=32, block_n=32)
 

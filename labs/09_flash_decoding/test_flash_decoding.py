@@ -541,7 +541,7 @@ def check_rejects(decode, q, k, v):
 
 @step3
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_split_kernel_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "split_partials")
 
@@ -754,7 +754,7 @@ def test_flash_decode_follows_its_input(lab, device):
 
 @step4
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_merge_kernel_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "merge_partials")
 
@@ -938,7 +938,7 @@ def test_paged_kernel_offsets_beyond_32_bits(lab, device):
 
 @step5
 @needs_compiler
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_paged_kernel_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "paged_partials")
 
