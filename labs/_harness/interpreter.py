@@ -141,7 +141,7 @@ class _WatchedMemory:
 
 def _tell(event, address, mask, itemsize):
     address = np.asarray(address)
-    mask = np.broadcast_to(np.asarray(mask), address.shape)
+    mask = np.broadcast_to(np.asarray(mask, dtype=bool), address.shape)  # a mask may be int32
     for observer in _state.observers:
         getattr(observer, event)(_state.launch, address, mask, itemsize)
 

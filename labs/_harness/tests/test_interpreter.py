@@ -65,6 +65,12 @@ if triton is not None:
         tl.store(z_ptr + offs, tl.maximum(x, y))
         tl.store(z_ptr + 4 + offs, tl.minimum(x, y))
 
+    @triton.jit
+    def _joined_masks_kernel(x_ptr, y_ptr, n):
+        offs = tl.arange(0, 8)
+        mask = (offs < n) & (tl.program_id(0) < tl.num_programs(0))
+        tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=mask, other=0.0), mask=mask)
+
     _INTERPRETER, _CALL = ti._interpreter, ti.GridExecutor.__call__
     _PATCH = getattr(ti, "_patch_lang", None)
 
@@ -214,6 +220,12 @@ def test_observers_nest():
     assert len(inner.events) == 2
     assert len(outer.events) == 4
     assert len(outer.launches) == 2
+
+
+def test_a_mask_joined_with_a_number_selects_the_same_lanes():
+    x, y = torch.randn(5), torch.zeros(5)
+    recorder = recorded(_joined_masks_kernel, (1,), x, y, 5)
+    assert recorder.events == [("load", "x_ptr", 5, 4), ("store", "y_ptr", 5, 4)]
 
 
 def test_the_larger_of_a_number_and_nan_is_the_number_as_on_a_gpu():
