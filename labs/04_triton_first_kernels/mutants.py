@@ -755,12 +755,12 @@ STEP_5 = [
         ('tl.where(has_nan > 0, float("nan"), tl.max(m_i, axis=0))', "tl.max(m_i, axis=0)"),
     ),
     bug(
-        "max-nan-dropped-on-a-gpu",
+        "max-nan-dropped-by-maximum",
         5,
         MAX,
-        "test_row_max_keeps_nan_on_a_gpu",
-        "tl.maximum keeps NaN in the interpreter and drops it on a GPU, unless propagate_nan says "
-        "otherwise (handout section 7)",
+        "test_row_max_rows_that_are_not_finite",
+        "tl.maximum passes over NaN, as on a GPU, unless propagate_nan says otherwise (handout "
+        "section 6)",
         (", propagate_nan=tl.PropagateNan.ALL", ""),
     ),
     bug(
