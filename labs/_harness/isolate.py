@@ -95,6 +95,8 @@ class Fork:
             torch.set_num_threads(1)  # a fork after threaded torch work hangs without this
             if before is not None:
                 before()
+            # What pytest has set up for the test that runs there now is none of this one's.
+            self.item.session._setupstate.stack.clear()
             reports = runtestprotocol(self.item, log=False, nextitem=None)
             config = self.item.config
             data = [

@@ -200,6 +200,14 @@ def test_one_at_a_time(repository):
     assert "the other test has not begun" in one.out
 
 
+def test_a_test_begins_while_one_of_another_folder_runs(repository):
+    repository.labs(first_90=source(90, SHIFT, KERNEL), second_91=source(91, SHIFT, KERNEL))
+    repository.write("labs/90_first/extras/test_extra.py", "def test_extra():\n    pass\n")
+    run = repository.pytest("--forks=3")
+    assert run.states("90_first") == run.states("91_second") == ["passed", "passed"]
+    assert "11 passed" in run.lines[-1]
+
+
 def test_reports_of_set_up_tear_down_skips_and_output_come_back(reports):
     assert re.search(r"^SKIPPED \[1\] labs/90_first/test_lab.py:\d+: not today$", reports.out, re.M)
     assert "RuntimeError: in tear-down" in reports.out
