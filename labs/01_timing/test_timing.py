@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from labs._harness import runtime
+from labs._harness.cases import step
 from labs._impl import load
 
 STEPS = {
@@ -40,25 +41,11 @@ needs_gpu = pytest.mark.skipif(
     reason="times of real kernels need an NVIDIA GPU, compute capability 8.0 or newer",
 )
 
-
-def step1(test):
-    return pytest.mark.step(1)(test)
-
-
-def step2(test):
-    return pytest.mark.step(2)(test)
-
-
-def step3(test):
-    return pytest.mark.step(3)(test)
-
-
-def step4(test):
-    return pytest.mark.step(4)(test)
-
-
-def step5(test):
-    return pytest.mark.step(5)(test)
+step1 = step(1)
+step2 = step(2)
+step3 = step(3)
+step4 = step(4)
+step5 = step(5)
 
 
 # ---------------------------------------------------------------- the test's own tools

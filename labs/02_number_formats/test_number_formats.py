@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from labs._harness import oracle
+from labs._harness.cases import step
 
 STEPS = {
     1: "round_to_format",
@@ -56,25 +57,11 @@ def formats(*chosen):
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # inf - inf and 0 / 0 are tested
 
-
-def step1(test):
-    return pytest.mark.step(1)(test)
-
-
-def step2(test):
-    return pytest.mark.step(2)(test)
-
-
-def step3(test):
-    return pytest.mark.step(3)(test)
-
-
-def step4(test):
-    return pytest.mark.step(4)(test)
-
-
-def step5(test):
-    return pytest.mark.step(5)(test)
+step1 = step(1)
+step2 = step(2)
+step3 = step(3)
+step4 = step(4)
+step5 = step(5)
 
 
 # ---------------------------------------------------------------- what is right
@@ -162,17 +149,9 @@ def uniform(*shape):
 class Exactly:
     """Recognises the very same wrong numbers, for the harness's diagnosis."""
 
-    wanted = True
-
     def agree(self, a, b):
         a, b = np.asarray(a), np.asarray(b)
         return a.shape == b.shape and bool(same(a, b).all())
-
-
-@pytest.fixture(autouse=True)
-def _text_only(request):
-    """`--picture` draws wrong tensors. These are arrays, many with a single number in them."""
-    Exactly.wanted = not request.config.getoption("picture")
 
 
 def same(a, b):
@@ -216,7 +195,7 @@ def check(what, got, want, x=None, fmt=None, note="", tolerance=0.0):
     if note:
         lines.append(f"  {note}")
     text = "\n".join(lines)
-    raise oracle.Mismatch(text, Exactly(), got) if Exactly.wanted else oracle.Mismatch(text)
+    raise oracle.Mismatch(text, Exactly(), got)
 
 
 HINTS = {

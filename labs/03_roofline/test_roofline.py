@@ -30,6 +30,7 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
 from labs._harness import work
+from labs._harness.cases import step
 from labs._impl import LABS
 
 STEPS = {
@@ -44,25 +45,11 @@ STEPS = {
 SHAPES = [(1, 1, 1, 1), (1, 1, 7, 16), (2, 3, 37, 24), (1, 8, 1024, 64), (8, 16, 2048, 64)]
 SMALL = [(1, 1, 1, 16), (1, 1, 7, 16), (2, 3, 37, 24)]
 
-
-def step1(test):
-    return pytest.mark.step(1)(test)
-
-
-def step2(test):
-    return pytest.mark.step(2)(test)
-
-
-def step3(test):
-    return pytest.mark.step(3)(test)
-
-
-def step4(test):
-    return pytest.mark.step(4)(test)
-
-
-def step5(test):
-    return pytest.mark.step(5)(test)
+step1 = step(1)
+step2 = step(2)
+step3 = step(3)
+step4 = step(4)
+step5 = step(5)
 
 
 def check(got, want, call: str, causes: dict[float, str] | None = None, exact=True):

@@ -7,14 +7,20 @@ a kernel that leaves its tensors fails there and then. What is right is computed
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 
 import pytest
 import torch
 
-from labs._harness import interpreter, memory, oracle, runtime, xray
-from labs._harness.cases import interpreter_only, kernel_dtypes, needs_compiler, needs_triton
+from labs._harness import interpreter, memory, oracle, runtime
+from labs._harness.cases import (
+    check_compiles,
+    interpreter_only,
+    kernel_dtypes,
+    needs_compiler,
+    needs_triton,
+    step,
+)
 
 STEPS = {1: "vector_add", 2: "row_sum", 3: "copy_2d", 4: "bias_silu", 5: "row_max"}
 
@@ -22,30 +28,13 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF, NAN = math.inf, math.nan
 
 here = runtime.setup()
-with contextlib.suppress(Exception):
-    # A process's first launch imports it: once here saves each test's own process 0.1 s.
-    importlib.import_module("triton.experimental.gluon")
 DTYPES = (F32, F16) if here.interpret else (F32, F16, BF16)  # the interpreter's bfloat16 is wrong
 
-
-def step1(test):
-    return pytest.mark.step(1)(needs_triton(test))
-
-
-def step2(test):
-    return pytest.mark.step(2)(needs_triton(test))
-
-
-def step3(test):
-    return pytest.mark.step(3)(needs_triton(test))
-
-
-def step4(test):
-    return pytest.mark.step(4)(needs_triton(test))
-
-
-def step5(test):
-    return pytest.mark.step(5)(needs_triton(test))
+step1 = step(1, needs_triton)
+step2 = step(2, needs_triton)
+step3 = step(3, needs_triton)
+step4 = step(4, needs_triton)
+step5 = step(5, needs_triton)
 
 
 # ---------------------------------------------------------------- what the steps have in common
@@ -92,11 +81,6 @@ def check_computed_anew(lab, call, check, *inputs):
             "no program of the kernel ran, yet there are numbers: want fresh memory (NaN here), "
             "got results. The kernel must compute them, not PyTorch around it"
         )
-
-
-def check_compiles(lab, request, launcher):
-    cached = hasattr(request.config, "cache")  # not with pytest -p no:cacheprovider
-    xray.check(request.path, lab.file, launcher, cached)
 
 
 def large(*shape, device):

@@ -16,7 +16,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labs._harness import cards, interpreter, memory, oracle, runtime, xray
-from labs._harness.cases import interpreter_only, kernel_dtypes, needs_compiler, needs_triton
+from labs._harness.cases import (
+    check_compiles,
+    interpreter_only,
+    kernel_dtypes,
+    needs_compiler,
+    needs_triton,
+    step,
+)
 
 STEPS = {
     1: "tiled_matmul",
@@ -46,25 +53,11 @@ kernel_half_dtypes = pytest.mark.parametrize(
     ids=str,
 )
 
-
-def step1(test):
-    return pytest.mark.step(1)(test)
-
-
-def step2(test):
-    return pytest.mark.step(2)(needs_triton(test))
-
-
-def step3(test):
-    return pytest.mark.step(3)(needs_triton(test))
-
-
-def step4(test):
-    return pytest.mark.step(4)(test)
-
-
-def step5(test):
-    return pytest.mark.step(5)(test)
+step1 = step(1)
+step2 = step(2, needs_triton)
+step3 = step(3, needs_triton)
+step4 = step(4)
+step5 = step(5)
 
 
 def matrices(M, N, K, dtype=F32, device="cpu"):
@@ -455,11 +448,6 @@ def compiled(lab, request, wanted):
         if c.unwritten:
             raise NotImplementedError(c.unwritten)
     return kernels
-
-
-def check_compiles(lab, request, launcher, **options):
-    cached = hasattr(request.config, "cache")  # not with pytest -p no:cacheprovider
-    xray.check(request.path, lab.file, launcher, cached, **options)
 
 
 @step2

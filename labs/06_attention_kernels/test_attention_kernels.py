@@ -16,6 +16,7 @@ import torch
 from labs._harness import memory, oracle, runtime
 from labs._harness.cases import (
     check_compiles,
+    fenced_qkv,
     interpreter_only,
     kernel_dtypes,
     needs_compiler,
@@ -712,10 +713,6 @@ def check_kernel(lab, q, k, v, causal=False, block_m=16, block_n=16):
     got = lab.triton_flash_attention(q, k, v, causal=causal, block_m=block_m, block_n=block_n)
     want = oracle.attention(q, k, v, causal, kernel=True, tiles=(block_m, block_n))
     oracle.check_all(want, got, "triton_flash_attention")
-
-
-def fenced_qkv(*args, **kwargs):
-    return tuple(memory.fenced(x) for x in oracle.qkv(*args, **kwargs))
 
 
 @step5

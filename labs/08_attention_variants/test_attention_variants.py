@@ -16,6 +16,7 @@ import torch
 from labs._harness import memory, oracle, runtime
 from labs._harness.cases import (
     check_compiles,
+    fenced_qkv,
     interpreter_only,
     kernel_dtypes,
     needs_compiler,
@@ -246,10 +247,6 @@ def test_online_attention_rejects(lab, device):
 
 
 # ---------------------------------------------------------------- steps 2 and 3: what both share
-
-
-def fenced_qkv(*args, **kwargs):
-    return tuple(memory.fenced(x) for x in oracle.qkv(*args, **kwargs))
 
 
 def check_attention(lab, q, k, v, offset=None, window=None, block_m=16, block_n=16):

@@ -14,6 +14,7 @@ import torch
 from labs._harness import memory, oracle, runtime
 from labs._harness.cases import (
     check_compiles,
+    fenced_qkv,
     interpreter_only,
     kernel_dtypes,
     needs_compiler,
@@ -336,10 +337,6 @@ def check_partials(lab, q, k, v, n_splits=3, block_n=16):
     check_shapes(parts, n_splits, q)
     want = oracle.attention(q, k, v, kernel=True, tiles=(16, block_n))
     oracle.check_all(want, merged(parts, q.dtype), "split_partials, merged,")
-
-
-def fenced_qkv(*args, **kwargs):
-    return tuple(memory.fenced(x) for x in oracle.qkv(*args, **kwargs))
 
 
 @step3

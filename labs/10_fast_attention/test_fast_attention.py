@@ -16,7 +16,14 @@ import torch
 
 from labs._harness import interpreter, memory, oracle, runtime, xray
 from labs._harness.cards import CARDS, FITS, state, verdict
-from labs._harness.cases import interpreter_only, kernel_dtypes, needs_compiler, needs_triton
+from labs._harness.cases import (
+    fenced_qkv,
+    interpreter_only,
+    kernel_dtypes,
+    needs_compiler,
+    needs_triton,
+    step,
+)
 
 STEPS = {
     1: "attention_exp2",
@@ -44,29 +51,12 @@ tilings = pytest.mark.parametrize(
     [(65, 32, 16), (50, 16, 32), (50, 64, 16), (64, 32, 32), (33, 32, 16)],
 )
 
-
-def step1(test):
-    return pytest.mark.step(1)(needs_triton(test))
-
-
-def step2(test):
-    return pytest.mark.step(2)(needs_triton(test))
-
-
-def step3(test):
-    return pytest.mark.step(3)(needs_triton(test))
-
-
-def step4(test):
-    return pytest.mark.step(4)(needs_triton(test))
-
-
-def step5(test):
-    return pytest.mark.step(5)(needs_triton(test))
-
-
-def step6(test):
-    return pytest.mark.step(6)(needs_triton(test))
+step1 = step(1, needs_triton)
+step2 = step(2, needs_triton)
+step3 = step(3, needs_triton)
+step4 = step(4, needs_triton)
+step5 = step(5, needs_triton)
+step6 = step(6, needs_triton)
 
 
 # ---------------------------------------------------------------- what all rungs are held to
@@ -87,10 +77,6 @@ def rung(lab, step, late=False):
         return function(q, k, v, causal, scale, block_m=block_m, block_n=block_n)
 
     return run
-
-
-def fenced_qkv(*args, **kwargs):
-    return tuple(memory.fenced(x) for x in oracle.qkv(*args, **kwargs))
 
 
 def check(run, q, k, v, causal=False, scale=None, block_m=16, block_n=16):

@@ -14,8 +14,8 @@ import math
 import pytest
 import torch
 
-from labs._harness import gluon_emulator, memory, oracle, xray
-from labs._harness.cases import needs_compiler
+from labs._harness import gluon_emulator, memory, oracle
+from labs._harness.cases import check_compiles, fenced_qkv, needs_compiler, step
 
 STEPS = {
     1: "_tma_copy_kernel",
@@ -40,25 +40,11 @@ SEEDS = {LATE: "late", EARLY: "early", MIXED: "mixed", 5: "mixed, otherwise"}
 CARDS = (CARD,) if HOPPER else ()
 EVERYWHERE, ONCE = (*SEEDS, *CARDS), (LATE, *CARDS)
 
-
-def step1(test):
-    return pytest.mark.step(1)(needs_gluon(test))
-
-
-def step2(test):
-    return pytest.mark.step(2)(needs_gluon(test))
-
-
-def step3(test):
-    return pytest.mark.step(3)(needs_gluon(test))
-
-
-def step4(test):
-    return pytest.mark.step(4)(needs_gluon(test))
-
-
-def step5(test):
-    return pytest.mark.step(5)(needs_gluon(test))
+step1 = step(1, needs_gluon)
+step2 = step(2, needs_gluon)
+step3 = step(3, needs_gluon)
+step4 = step(4, needs_gluon)
+step5 = step(5, needs_gluon)
 
 
 @contextlib.contextmanager
@@ -82,16 +68,6 @@ def named(where):
         )
         error.args = (f"{error}\n  {place}", *error.args[1:])
         raise
-
-
-def fenced_qkv(*args, **kwargs):
-    return tuple(memory.fenced(x) for x in oracle.qkv(*args, **kwargs))
-
-
-def check_compiles(lab, request, launcher, *contains, **options):
-    """For sm_90: no spills, products not in turn, shared memory suffices, instructions as named."""
-    cached = hasattr(request.config, "cache")  # not with pytest -p no:cacheprovider
-    xray.check(request.path, lab.file, launcher, cached, contains=contains, **options)
 
 
 # ---------------------------------------------------------------- step 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labs._harness import compiler, runtime, xray
+from labs._harness import compiler, memory, oracle, runtime, xray
 
 _here = runtime.setup()
 
@@ -43,7 +43,12 @@ def step(number: int, *marks):
     return decorate
 
 
-def check_compiles(lab, request, launcher: str, **options) -> None:
+def fenced_qkv(*args, **kwargs) -> tuple[torch.Tensor, ...]:
+    """q, k, v of `oracle.qkv`, each between red zones."""
+    return tuple(memory.fenced(x) for x in oracle.qkv(*args, **kwargs))
+
+
+def check_compiles(lab, request, launcher: str, *contains: str, **options) -> None:
     """`xray.check` of the code under test; results are kept, but not with -p no:cacheprovider."""
     cached = hasattr(request.config, "cache")
-    xray.check(request.path, lab.file, launcher, cached, **options)
+    xray.check(request.path, lab.file, launcher, cached, contains=contains, **options)
