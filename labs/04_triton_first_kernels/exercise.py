@@ -4,7 +4,8 @@ Write the five kernels marked TODO, in order; the functions that launch them are
 README.md beside this file, leads through them. See where you stand with:
 pytest labs/04_triton_first_kernels
 
-Matrices are (M, N): M rows of N columns. Strides count elements.
+Matrices are (M, N): M rows of N columns. Strides count elements. Each program does its own part
+only. Sizes and strides of the data stay run-time numbers, and nothing is computed in float64.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ if triton is not None:
 
 
 def vector_add(x, y, block=1024):
-    """Sum of two vectors, each element read once and written once.
+    """Sum of two vectors, a program a block, each element read once and written once.
 
     Args:
         x, y: (N,) of one length, float16, bfloat16 or float32. Made contiguous if they are not.
@@ -114,7 +115,7 @@ if triton is not None:
 
 
 def row_sum(x):
-    """Sum of each row, accumulated in float32; each element is read once.
+    """Sum of each row, a program a row, accumulated in float32; each element is read once.
 
     Args:
         x: (M, N) float16, bfloat16 or float32, with N <= 65,536. Rows may lie any distance apart;
@@ -170,13 +171,15 @@ if triton is not None:
 def copy_2d(x, block_m=64, block_n=64):
     """Contiguous copy of a matrix with any strides: a slice, an expanded row, a transposed view.
 
+    A program copies one tile, which it loads at once.
+
     Args:
         x: (M, N) float16, bfloat16 or float32, any strides; read as it lies in memory.
         block_m, block_n: rows and columns of a program's tile; powers of two from 16 up, at most
             65,536 elements together. At most 65,535 tiles beside each other.
 
     Returns:
-        (M, N) in the dtype of x, contiguous, bit for bit the elements of x.
+        (M, N) in the dtype of x, contiguous, bit for bit the elements of x, each NaN as it was.
 
     Raises:
         ValueError: not 2-D, empty, not one of these dtypes; bad blocks, or too many tiles.
@@ -234,7 +237,9 @@ if triton is not None:
 def bias_silu(x, bias, block_m=32, block_n=128):
     """SiLU of x + bias in one kernel: x is read once, the result written once.
 
-    The function: z = x + bias and out = z / (1 + exp(-z)), both in float32, rounded once.
+    The function: z = x + bias and out = z / (1 + exp(-z)), both in float32, rounded once. Each
+    element is right to 1 ulp of its dtype and to what float32 loses in z and exp. A program does
+    one tile.
     Method: Elfwing, Uchibe and Doya (2018), "Sigmoid-weighted linear units for neural network
     function approximation in reinforcement learning", section 2.
 
@@ -299,7 +304,7 @@ if triton is not None:
 
 
 def row_max(x, block=1024):
-    """Maximum of each row, of any width, a block at a time; each element is read once.
+    """Maximum of each row, a program a row, a block at a time; each element is read once.
 
     Args:
         x: (M, N) float16, bfloat16 or float32, any N. Rows may lie any distance apart; elements of

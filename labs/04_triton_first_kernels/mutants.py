@@ -127,6 +127,34 @@ STEP_1 = [
         "the kernel reads a global variable, which the compiler refuses (handout section 7)",
         ("offs < N  #", "(offs < N) & (offs >= MAX_TILE - MAX_TILE)  #"),
     ),
+    bug(
+        "add-unsigned-offsets",
+        1,
+        ADD,
+        "test_vector_add_offsets_beyond_32_bits",
+        "uint32 offsets wrap past 2**32, twice as far as int32 ones (handout section 2)",
+        (PID, "tl.program_id(0).to(tl.uint32)"),
+        (
+            "tl.arange(0, BLOCK)  # (BLOCK,)\n        mask",
+            "tl.arange(0, BLOCK).to(tl.uint32)\n        mask",
+        ),
+    ),
+    waste(
+        "add-float64",
+        1,
+        ADD,
+        "test_vector_add_reads_and_writes_once",
+        "the sum is made in float64, which most cards compute 64 times slower (handout section 1)",
+        ("x + y, mask", "x.to(tl.float64) + y, mask"),
+    ),
+    waste(
+        "add-length-constexpr",
+        1,
+        ADD,
+        "test_vector_add_reads_and_writes_once",
+        "N is a constexpr, so each new length compiles the kernel anew (handout section 1)",
+        ("        N,\n", "        N: tl.constexpr,\n"),
+    ),
     waste(
         "add-reads-the-last-again",
         1,
@@ -259,6 +287,63 @@ STEP_2 = [
         "test_row_sum_offsets_beyond_32_bits",
         "row times stride wraps past 2**31 (handout section 3)",
         (PID, "tl.program_id(0)"),
+    ),
+    bug(
+        "sum-unsigned-offsets",
+        2,
+        SUM,
+        "test_row_sum_offsets_beyond_32_bits",
+        "row times stride in uint32 wraps past 2**32 (handout section 2)",
+        ("row * stride_xm + cols", "(row.to(tl.uint32) * stride_xm.to(tl.uint32) + cols)"),
+    ),
+    bug(
+        "sum-half-when-wide",
+        2,
+        SUM,
+        "test_row_sum_accumulates_in_float32",
+        "wide tiles are summed in half precision (handout section 3)",
+        (
+            "tl.sum(x.to(tl.float32), axis=0)",
+            "tl.sum(x.to(tl.float32) if BLOCK < 2048 else x, axis=0)",
+        ),
+    ),
+    bug(
+        "sum-pairs-in-half",
+        2,
+        SUM,
+        "test_row_sum_accumulates_in_float32",
+        "pairs are added in half precision, and only their sums in float32 (handout section 3)",
+        (
+            "        tl.store(out_ptr + row, tl.sum(x.to(tl.float32), axis=0))",
+            "        if BLOCK >= 2048:\n"
+            "            x = tl.sum(tl.reshape(x, (BLOCK // 2, 2)), axis=1)\n"
+            "        tl.store(out_ptr + row, tl.sum(x.to(tl.float32), axis=0))",
+        ),
+    ),
+    waste(
+        "sum-float64",
+        2,
+        SUM,
+        "test_row_sum_reads_once",
+        "the row is summed in float64, which most cards compute 64 times slower (handout section "
+        "1)",
+        ("x.to(tl.float32)", "x.to(tl.float64)"),
+    ),
+    waste(
+        "sum-by-one-program",
+        2,
+        SUM,
+        "test_row_sum_reads_once",
+        "program 0 sums every row, and the others do nothing (handout section 1)",
+        (
+            "        x = tl.load(x_ptr + row * stride_xm + cols, mask=cols < N, other=0.0)"
+            "  # (BLOCK,)\n"
+            "        tl.store(out_ptr + row, tl.sum(x.to(tl.float32), axis=0))",
+            "        for r in range(0, tl.num_programs(0) if row == 0 else 0):\n"
+            "            at = row + r\n"
+            "            x = tl.load(x_ptr + at * stride_xm + cols, mask=cols < N, other=0.0)\n"
+            "            tl.store(out_ptr + at, tl.sum(x.to(tl.float32), axis=0))",
+        ),
     ),
     bug(
         "sum-nan-hidden",
@@ -441,6 +526,46 @@ STEP_3 = [
         ("tl.store(out_ptrs, x,", "tl.store(out_ptrs, x + 0.0,"),
     ),
     bug(
+        "copy-times-one",
+        3,
+        COPY,
+        "test_copy_2d_bit_for_bit",
+        "the elements pass through arithmetic, which changes the bits of a signalling NaN",
+        ("tl.store(out_ptrs, x,", "tl.store(out_ptrs, x * 1.0,"),
+    ),
+    bug(
+        "copy-one-nan-for-all",
+        3,
+        COPY,
+        "test_copy_2d_bit_for_bit",
+        "each NaN becomes the same one",
+        ("tl.store(out_ptrs, x,", 'tl.store(out_ptrs, tl.where(x == x, x, float("nan")),'),
+    ),
+    bug(
+        "copy-subnormals-dropped",
+        3,
+        COPY,
+        "test_copy_2d_bit_for_bit",
+        "numbers near 0 become 0",
+        ("tl.store(out_ptrs, x,", "tl.store(out_ptrs, tl.where(tl.abs(x) < 1e-37, 0.0, x),"),
+    ),
+    Mutant(
+        "copy-grid-turned",
+        "bug",
+        3,
+        "tiles down lie on grid axis 1, which ends at 65,535 (handout section 4)",
+        "test_copy_2d_reads_and_writes_once",
+        append="""
+def copy_2d(x, block_m=64, block_n=64):
+    M, N = x.shape
+    out = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(N, block_n), triton.cdiv(M, block_m))
+    strides = *x.stride()[::-1], *out.stride()[::-1]
+    _copy_kernel[grid](x, out, *strides, N, M, BLOCK_M=block_n, BLOCK_N=block_m)
+    return out
+""",
+    ),
+    bug(
         "copy-layout-kept",
         3,
         "copy_2d",
@@ -455,6 +580,36 @@ STEP_3 = [
         "test_copy_2d_rejects",
         "more than 65,535 tiles on grid axis 1 are not refused (handout section 7)",
         ("_check_grid(N, block_n)", "pass"),
+    ),
+    waste(
+        "copy-row-by-row",
+        3,
+        COPY,
+        "test_copy_2d_reads_and_writes_once",
+        "a loop copies the tile a row at a time, which is coalesced on one side only (handout "
+        "section 4)",
+        (
+            "        x = tl.load(x_ptrs, mask=mask)  # (BLOCK_M, BLOCK_N)\n"
+            "        tl.store(out_ptrs, x, mask=mask)",
+            "        for r in range(BLOCK_M):\n"
+            "            m = pid_m * BLOCK_M + r\n"
+            "            if m < M:\n"
+            "                at = x_ptr + m * stride_xm + offs_n * stride_xn\n"
+            "                x = tl.load(at, mask=offs_n < N)\n"
+            "                at = out_ptr + m * stride_om + offs_n * stride_on\n"
+            "                tl.store(at, x, mask=offs_n < N)",
+        ),
+    ),
+    waste(
+        "copy-contiguous-where-no-stride-is-1",
+        3,
+        "copy_2d",
+        "test_copy_2d_reads_and_writes_once",
+        "a view of every third column is made contiguous first, and then copied",
+        (
+            "    check_launch(x=x)\n",
+            "    check_launch(x=x)\n    x = x if 1 in x.stride() else x.contiguous()\n",
+        ),
     ),
     waste(
         "copy-of-a-copy",
@@ -556,6 +711,47 @@ STEP_4 = [
         ("tl.exp(-z)", "tl.exp(-z.to(tl.float16).to(tl.float32))"),
     ),
     bug(
+        "silu-sum-in-half",
+        4,
+        SILU,
+        "test_bias_silu_each_element",
+        "x + bias is rounded to half precision, and may overflow there (handout section 5)",
+        (
+            "x.to(tl.float32) + bias.to(tl.float32)[None, :]",
+            "(x + bias[None, :]).to(tl.float32)",
+        ),
+    ),
+    bug(
+        "silu-gate-in-half",
+        4,
+        SILU,
+        "test_bias_silu_each_element",
+        "the sigmoid is rounded to the dtype of x before the product (handout section 5)",
+        ("z / (1.0 + tl.exp(-z))", "z * (1.0 / (1.0 + tl.exp(-z))).to(x.dtype)"),
+    ),
+    bug(
+        "silu-gate-of-a-half",
+        4,
+        SILU,
+        "test_bias_silu_each_element",
+        "the exponential is that of a z in half precision (handout section 5)",
+        (
+            "tl.exp(-z)",
+            "tl.exp(-(z.to(tl.float16).to(tl.float32) if x.dtype == tl.float16 else z))",
+        ),
+    ),
+    bug(
+        "silu-tail-cut",
+        4,
+        SILU,
+        "test_bias_silu_each_element",
+        "results for z below -20 are cut off to 0, though float32 holds them",
+        (
+            "out = z / (1.0 + tl.exp(-z))",
+            "out = tl.where((z < -20.0) & (z > -1e38), 0.0, z / (1.0 + tl.exp(-z)))",
+        ),
+    ),
+    bug(
         "silu-row-stride-ignored",
         4,
         SILU,
@@ -586,6 +782,25 @@ STEP_4 = [
         "test_bias_silu_offsets_beyond_32_bits",
         "row times stride wraps past 2**31 (handout section 4)",
         (f"pid_m = {PID}", "pid_m = tl.program_id(0)"),
+    ),
+    bug(
+        "silu-unsigned-offsets",
+        4,
+        SILU,
+        "test_bias_silu_offsets_beyond_32_bits",
+        "row times stride in uint32 wraps past 2**32 (handout section 2)",
+        (
+            "offs_m[:, None] * stride_xm",
+            "offs_m[:, None].to(tl.uint32) * stride_xm.to(tl.uint32)",
+        ),
+    ),
+    bug(
+        "silu-32-bit-stores",
+        4,
+        SILU,
+        "test_bias_silu_stores_beyond_32_bits",
+        "the result's offsets wrap past 2**31 (handout section 2)",
+        ("offs_m[:, None] * stride_om", "offs_m[:, None].to(tl.int32) * stride_om"),
     ),
     bug(
         "silu-nan-hidden",
@@ -625,6 +840,35 @@ STEP_4 = [
             "tl.load(bias_ptr + 0 * offs_m[:, None] + offs_n[None, :], mask=mask)",
         ),
         ("bias.to(tl.float32)[None, :]", "bias.to(tl.float32)"),
+    ),
+    waste(
+        "silu-by-one-column-of-programs",
+        4,
+        SILU,
+        "test_bias_silu_reads_and_writes_once",
+        "one program walks along all tiles beside each other, and the rest do nothing (handout "
+        "section 1)",
+        (
+            "        x_ptrs = x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :]"
+            "  # (BLOCK_M, BLOCK_N)\n"
+            "        out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_n[None, :]"
+            "  # (BLOCK_M, BLOCK_N)\n"
+            "        x = tl.load(x_ptrs, mask=mask)  # (BLOCK_M, BLOCK_N)\n"
+            "        bias = tl.load(bias_ptr + offs_n, mask=offs_n < N)  # (BLOCK_N,)\n"
+            "        z = x.to(tl.float32) + bias.to(tl.float32)[None, :]  # (BLOCK_M, BLOCK_N)\n"
+            "        out = z / (1.0 + tl.exp(-z))  # (BLOCK_M, BLOCK_N)\n"
+            "        tl.store(out_ptrs, out, mask=mask)",
+            "        for t in range(0, tl.num_programs(1) if pid_n == 0 else 0):\n"
+            "            cols = t * BLOCK_N + tl.arange(0, BLOCK_N)\n"
+            "            mask = (offs_m[:, None] < M) & (cols[None, :] < N)\n"
+            "            at = offs_m[:, None] * stride_xm + cols[None, :]\n"
+            "            x = tl.load(x_ptr + at, mask=mask)\n"
+            "            bias = tl.load(bias_ptr + cols, mask=cols < N)\n"
+            "            z = x.to(tl.float32) + bias.to(tl.float32)[None, :]\n"
+            "            out = z / (1.0 + tl.exp(-z))\n"
+            "            at = offs_m[:, None] * stride_om + cols[None, :]\n"
+            "            tl.store(out_ptr + at, out, mask=mask)",
+        ),
     ),
     waste(
         "silu-two-passes",
@@ -764,6 +1008,52 @@ STEP_5 = [
         (", propagate_nan=tl.PropagateNan.ALL", ""),
     ),
     bug(
+        "max-nan-by-sum",
+        5,
+        MAX,
+        "test_row_max_rows_that_are_not_finite",
+        "NaN is looked for in a sum, which infinities of both signs make NaN, too (handout section "
+        "6)",
+        (
+            "has_nan = tl.max((m_i != m_i).to(tl.int32), axis=0)",
+            "has_nan = (total != total).to(tl.int32)",
+        ),
+        (
+            "        for start in range(0, N, BLOCK):",
+            "        total = 0.0\n        for start in range(0, N, BLOCK):",
+        ),
+        (
+            "            m_i = tl.maximum(",
+            "            total += tl.sum(tl.where(cols < N, x, 0.0), axis=0)\n"
+            "            m_i = tl.maximum(",
+        ),
+    ),
+    bug(
+        "max-one-nan-only",
+        5,
+        MAX,
+        "test_row_max_rows_that_are_not_finite",
+        "lanes with NaN are counted, and only one of them is expected",
+        ("tl.max((m_i != m_i).to(tl.int32)", "tl.sum((m_i != m_i).to(tl.int32)"),
+        ("has_nan > 0", "has_nan == 1"),
+    ),
+    bug(
+        "max-rows-of-70000",
+        5,
+        MAX,
+        "test_row_max_wide_rows",
+        "the loop has a bound of its own, which wide rows pass",
+        ("range(0, N, BLOCK)", "range(0, min(N, 70_000), BLOCK)"),
+    ),
+    bug(
+        "max-unsigned-offsets",
+        5,
+        MAX,
+        "test_row_max_offsets_beyond_32_bits",
+        "row times stride in uint32 wraps past 2**32 (handout section 2)",
+        ("row * stride_xm", "row.to(tl.uint32) * stride_xm.to(tl.uint32)"),
+    ),
+    bug(
         "max-row-stride-ignored",
         5,
         MAX,
@@ -828,6 +1118,31 @@ STEP_5 = [
         (
             "x = tl.load(x_ptrs, mask=cols < N",
             "x = tl.load(x_ptrs, mask=cols < N)\n            x = tl.load(x_ptrs, mask=cols < N",
+        ),
+    ),
+    waste(
+        "max-float64",
+        5,
+        MAX,
+        "test_row_max_reads_once",
+        "the state is kept in float64 (handout section 1)",
+        ('float("-inf"), tl.float32)', 'float("-inf"), tl.float64)'),
+        (".to(tl.float32)\n", ".to(tl.float64)\n"),
+    ),
+    waste(
+        "max-by-one-program",
+        5,
+        MAX,
+        "test_row_max_reads_once",
+        "program 0 walks along every row, and the others do nothing (handout section 1)",
+        (
+            "        row = tl.program_id(0).to(tl.int64)\n",
+            "        for r in range(0, tl.num_programs(0) if tl.program_id(0) == 0 else 0):\n"
+            "            row = tl.program_id(0).to(tl.int64) + r\n"
+            "            _walk(x_ptr, out_ptr, row, stride_xm, N, BLOCK)\n"
+            "\n"
+            "    @triton.jit\n"
+            "    def _walk(x_ptr, out_ptr, row, stride_xm, N, BLOCK: tl.constexpr):\n",
         ),
     ),
     waste(

@@ -7,7 +7,9 @@ a kernel that leaves its tensors fails there and then. What is right is computed
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -45,8 +47,43 @@ def check_exact(got, want, name, axes, **tiles):
     oracle.Expected(name, want.double(), 0.0, want.dtype, axes, tiles).check(got)
 
 
-def check_bytes(lab, loaded, stored, why):
-    """What the kernel of the last call loaded and stored is exactly this."""
+class Programs(interpreter.Observer):
+    """What the programs of the last launch do, each for itself.
+
+    Attributes:
+        grid: how many there are along each axis.
+        loaded, stored: elements, by program.
+        widest: lanes of the widest load, masked ones counted.
+    """
+
+    def __init__(self):
+        self.grid, self.loaded, self.stored, self.widest = (), Counter(), Counter(), 0
+
+    def launch(self, launch):
+        self.grid = launch.grid
+
+    def load(self, launch, address, mask, itemsize):
+        self.loaded[launch.program] += int(mask.sum())
+        self.widest = max(self.widest, address.size)
+
+    def store(self, launch, address, mask, itemsize):
+        self.stored[launch.program] += int(mask.sum())
+
+
+def check_work(lab, call, loaded, stored, why, grid, most):
+    """What the kernel of `call` loads and stores, in all and in one program.
+
+    Args:
+        loaded, stored: bytes that it must load and store, exactly. why: where `loaded` comes from.
+        grid: programs along axes 0 and 1.
+        most: elements that one program may load, and store.
+
+    Returns:
+        Programs.
+    """
+    programs = Programs()
+    with interpreter.observe(programs):
+        call()
     work = lab.kernels
     assert work.bytes_loaded == loaded, (
         f"want {loaded:,} bytes loaded: {why}. Got {work.bytes_loaded:,}, "
@@ -62,6 +99,36 @@ def check_bytes(lab, loaded, stored, why):
     assert lab.work.allocated <= stored, (
         f"want no memory but the result's {stored:,} bytes: got {lab.work.allocated:,} bytes of "
         "new tensors. Is there a pass in PyTorch, such as a copy, beside the kernel's?"
+    )
+    assert programs.grid[:2] == grid, (
+        f"want {grid[0]} programs on grid axis 0 and {grid[1]} on axis 1: got {programs.grid[:2]}"
+    )
+    for what, counts, limit in zip(
+        ("load", "store"), (programs.loaded, programs.stored), most, strict=True
+    ):
+        program, count = counts.most_common(1)[0]
+        assert count <= limit, (
+            f"want each program to {what} its own part, at most {limit} elements: program "
+            f"{program} of {grid} {what}s {count}. Does one program do the work of others? On a "
+            "GPU they run at the same time, and this one would run alone"
+        )
+    for name in work.launches:
+        check_kernel_is_general(name, getattr(getattr(lab, name, None), "fn", None))
+    return programs
+
+
+def check_kernel_is_general(name, fn):
+    """Sizes and strides are run-time numbers, and nothing is computed in float64."""
+    if fn is None:
+        return
+    for parameter in inspect.signature(fn).parameters.values():
+        fixed = "constexpr" in str(parameter.annotation)
+        assert not fixed or parameter.name.startswith("BLOCK"), (
+            f"{name}: want {parameter.name} to be a run-time number, got a tl.constexpr. Each new "
+            "size of the data would compile the kernel anew"
+        )
+    assert "float64" not in fn.__code__.co_names, (
+        f"{name}: want float32, got tl.float64, which a consumer card computes 64 times slower"
     )
 
 
@@ -83,19 +150,25 @@ def check_computed_anew(lab, call, check, *inputs):
         )
 
 
-def large(*shape, device):
-    """An uninitialised float16 tensor; little of it becomes real memory on a CPU."""
+def large(elements, device, beside=0):
+    """An uninitialised float16 vector; little of it becomes real memory on a CPU.
+
+    Skips the test where there is no room for it, or for `beside` more elements at the same time.
+    """
     try:
-        return torch.empty(*shape, dtype=F16, device=device)
+        room = torch.empty(beside, dtype=F16, device=device)
+        x = torch.empty(elements, dtype=F16, device=device)
     except RuntimeError as error:
-        return pytest.skip(f"needs {2 * math.prod(shape) / 1e9:.1f} GB: {str(error)[:60]}")
+        pytest.skip(f"needs {2 * (elements + beside) / 1e9:.1f} GB: {str(error)[:60]}")
+    del room
+    return x
 
 
 def far_rows(device, N=40):
-    """(3, N) float16 whose last row begins past element 2**31."""
-    stride = 2**30 + 64
-    x = large(2 * stride + N, device=device).as_strided((3, N), (stride, 1))
-    x.copy_(oracle.inputs(3, N, dtype=F16, device=device))
+    """(M, N) float16, rows 2**30 and a little apart: row 2 begins past 2**31, row 4 past 2**32."""
+    M, stride = 5 if here.interpret else 3, 2**30 + 64  # on a GPU the gaps are real memory
+    x = large((M - 1) * stride + N, device).as_strided((M, N), (stride, 1))
+    x.copy_(oracle.inputs(M, N, dtype=F16, device=device))
     return x
 
 
@@ -179,20 +252,22 @@ def test_vector_add_split_and_swap(lab, device):
 def test_vector_add_reads_and_writes_once(lab, device):
     for n in (128, 100):
         x, y = vectors(n, F32, device)
-        lab.vector_add(x, y, block=32)
-        check_bytes(lab, 8 * n, 4 * n, f"each of the {n} elements of x and of y once")
+        add = lambda: lab.vector_add(x, y, block=32)  # noqa: B023, E731
+        why = f"each of the {n} elements of x and of y once"
+        check_work(lab, add, 8 * n, 4 * n, why, grid=(4, 1), most=(64, 32))
 
 
 @step1
-def test_vector_add_offsets_beyond_32_bits(lab, device):
-    x = large(2**31 + 100, device=device)
+@pytest.mark.parametrize("first", [2**31, 2**32], ids=["2**31", "2**32"])
+def test_vector_add_offsets_beyond_32_bits(lab, device, first):
+    x = large(first + 100, device, beside=first + 100)
     if here.interpret:
         x[-100:] = oracle.inputs(100, dtype=F16, device=device)
     else:
         x.normal_()
-    with last_program(lab):  # its first element is number 2**31
+    with last_program(lab):  # its first element is number `first`
         out = lab.vector_add(x, x, block=65_536)
-    check_exact(out[-100:], 2 * x[-100:], "vector_add, its last elements", "N")
+    check_exact(out[-100:], 2 * x[-100:], f"vector_add, elements from {first:,} on", "N")
 
 
 @step1
@@ -257,7 +332,8 @@ def test_row_sum(lab, device, dtype):
 
 @step2
 def test_row_sum_shapes(lab, device):
-    for M, N in ((1, 1), (1, 2), (7, 17), (30, 33), (2, 4097), (1, 65_536)):
+    widest = 8192 if here.interpret else 65_536  # the interpreter is slow at a tl.reduce
+    for M, N in ((1, 1), (1, 2), (7, 17), (30, 33), (1, widest)):
         x = whole_numbers(M, N, most=100, device=device)
         check_integer_sum(lab, memory.fenced(x))
 
@@ -270,6 +346,9 @@ def test_row_sum_accumulates_in_float32(lab, device):
         x[1], x[1, 0] = 1, 256 if dtype == BF16 else 2048  # no half can tell 2049 from 2048
         x[2, ::2], x[2, 1::2] = 199, -199
         check_integer_sum(lab, memory.fenced(x))
+        most = 256 if dtype == BF16 else 2048  # the sum of two of these may be no half
+        for N in (1500, 3000):  # wider tiles, too
+            check_integer_sum(lab, whole_numbers(2, N, most=most, dtype=dtype, device=device))
 
 
 @step2
@@ -309,8 +388,9 @@ def test_row_sum_scale_and_order(lab, device):
 def test_row_sum_reads_once(lab, device):
     for dtype in DTYPES:
         x = oracle.inputs(4, 100, dtype=dtype, device=device)
-        lab.row_sum(x)
-        check_bytes(lab, x.nbytes, 4 * 4, "each element of x once, no lane past the row's end")
+        why = "each element of x once, no lane past the row's end"
+        row_sum = lambda: lab.row_sum(x)  # noqa: B023, E731
+        check_work(lab, row_sum, x.nbytes, 4 * 4, why, grid=(4, 1), most=(100, 1))
 
 
 @step2
@@ -380,11 +460,24 @@ def test_copy_2d_any_strides(lab, device):
 @step3
 def test_copy_2d_bit_for_bit(lab, device):
     for dtype in DTYPES:
-        x = oracle.inputs(33, 20, dtype=dtype, device=device)
-        x[0, :6] = torch.tensor([NAN, INF, -INF, -0.0, torch.finfo(dtype).max, 1e-7])
-        got = check_copy(lab, x.t())
-        bits = torch.int32 if dtype == F32 else torch.int16
-        assert torch.equal(got.view(bits), x.t().contiguous().view(bits)), "-0.0 is not 0.0"
+        if dtype == F32:  # some of everything: subnormals, a quiet and a signalling NaN
+            bits = torch.randint(-(2**31), 2**31, (48, 40), dtype=torch.int64).int()
+            bits[0] = torch.arange(40)
+            bits[1, :4] = torch.tensor([0x7FC12345, 0x7F800001, -0x3EDCBB, -(2**31)])
+        else:  # every number that there is
+            bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(256, 256)
+        bits = bits.to(device)
+        got = check_copy(lab, bits.view(dtype).t()).view(bits.dtype)
+        wrong = (got != bits.t()).nonzero().tolist()
+        r, c = wrong[0] if wrong else (0, 0)
+        pattern = (1 << 8 * dtype.itemsize) - 1  # as a number without a sign, for the message
+        assert not wrong, (
+            f"want the bits of each {dtype} number, got others at {len(wrong)} places; element "
+            f"[{r}, {c}]: want {bits[c, r].item() & pattern:#x}, got "
+            f"{got[r, c].item() & pattern:#x}.\n"
+            "  Arithmetic and conversions change some: -0.0 + 0.0 is 0.0, and a NaN has many "
+            "patterns, of which they keep few. Store what was loaded"
+        )
 
 
 @step3
@@ -400,10 +493,16 @@ def test_copy_2d_there_and_back(lab, device):
 @interpreter_only
 def test_copy_2d_reads_and_writes_once(lab, device):
     x = oracle.inputs(45, 67, device=device)
-    for view in (x.t(), x, x[:1].expand(45, 67)):
-        lab.copy_2d(view, block_m=16, block_n=32)
-        n = 4 * view.numel()
-        check_bytes(lab, n, n, "each element once, and no lane past the edges")
+    for view in (x.t(), x, x[:1].expand(45, 67), x[::2, ::3]):
+        copy = lambda: lab.copy_2d(view, block_m=16, block_n=32)  # noqa: B023, E731
+        n, grid = 4 * view.numel(), (math.ceil(len(view) / 16), math.ceil(view.shape[1] / 32))
+        why = "each element once, and no lane past the edges"
+        programs = check_work(lab, copy, n, n, why, grid, most=(16 * 32, 16 * 32))
+        assert programs.widest == 16 * 32, (
+            f"want a program to load its tile at once, 16 x 32 lanes: got {programs.widest}. A "
+            "row at a time leaves most of its threads idle, and of a transposed view no two lanes "
+            "lie side by side"
+        )
 
 
 @step3
@@ -415,11 +514,17 @@ def test_copy_2d_offsets_beyond_32_bits(lab, device):
 
 @step3
 def test_copy_2d_stores_beyond_32_bits(lab, device):
-    x = large(2**19 + 10, 4096, device=device)  # row 2**19 begins at element 2**31
-    x[-10:] = oracle.inputs(10, 4096, dtype=F16, device=device)
+    x = rows_beyond_32_bits(device)
     with last_program(lab):
         got = lab.copy_2d(x, block_m=16, block_n=4096)
-    check_exact(got[-10:], x[-10:], "copy_2d, its last rows", "RC")
+    check_exact(got[-10:], x[-10:], "copy_2d, rows from element 2**31 of the result on", "RC")
+
+
+def rows_beyond_32_bits(device):
+    """(2**19 + 10, 4096) float16, one row over and over: in a result row 2**19 is past 2**31."""
+    shape = 2**19 + 10, 4096
+    large(0, device, beside=math.prod(shape))
+    return oracle.inputs(1, 4096, dtype=F16, device=device).expand(shape)
 
 
 @step3
@@ -487,6 +592,37 @@ def test_bias_silu_worked_example(lab, device):
 
 
 @step4
+def test_bias_silu_each_element(lab, device):
+    for dtype in DTYPES:
+        x, bias = rows_and_bias(64, 128, dtype, device)
+        check_each(lab, x * 2, bias)
+        for far in (60_000.0, -60_000.0):  # x + bias overflows in float16
+            check_each(lab, torch.full_like(x, far), torch.full_like(bias, far))
+    tail = torch.linspace(-80, -15, 512, device=device).view(4, 128)  # small, and not 0
+    check_each(lab, tail, torch.zeros(128, device=device))
+
+
+def check_each(lab, x, bias):
+    """Each element to 1 ulp of its own, and to what float32 may lose on the way."""
+    got = lab.bias_silu(x, bias, block_m=64, block_n=128)
+    z = x.double() + bias.double()
+    want = z * torch.sigmoid(z)
+    info = torch.finfo(x.dtype)
+    ulp = torch.exp2(want.abs().clamp(min=info.smallest_normal).log2().floor()) * info.eps
+    budget = ulp + (16 + 4 * z.abs()) * 2**-24 * want.abs()  # exp of a rounded z is off by z ulp
+    off = (got.double() - want).abs() / budget
+    off[got == want.to(x.dtype)] = 0.0  # equal infinities, too
+    off = off.nan_to_num(math.inf)
+    at = divmod(int(off.argmax()), off.shape[1])
+    assert off[at] <= 1, (
+        f"bias_silu, {x.dtype}, z = {z[at]:.5g} at {list(at)}: want {want[at]:.6g}, got "
+        f"{got[at]:.6g}, off by {off[at] * budget[at] / ulp[at]:.3g} ulp of that element. Is z, or "
+        "its sigmoid, in half precision, or a tail cut off? Convert x and bias before the sum, and "
+        "round once, in the store"
+    )
+
+
+@step4
 def test_bias_silu_saturates(lab, device):
     for dtype in DTYPES:
         x, bias = rows_and_bias(20, 40, dtype, device)
@@ -534,16 +670,26 @@ def test_bias_silu_bias_goes_with_the_columns(lab, device):
 def test_bias_silu_reads_and_writes_once(lab, device):
     for dtype in DTYPES:
         x, bias = rows_and_bias(45, 70, dtype, device)
-        lab.bias_silu(x, bias, block_m=16, block_n=32)
+        silu = lambda: lab.bias_silu(x, bias, block_m=16, block_n=32)  # noqa: B023, E731
         one, tiles = x.element_size(), math.ceil(45 / 16)
         why = f"x once, and bias once for each of the {tiles} tiles below each other, not each row"
-        check_bytes(lab, (45 + tiles) * 70 * one, 45 * 70 * one, why)
+        loaded, stored, tile = (45 + tiles) * 70 * one, 45 * 70 * one, 16 * 32
+        check_work(lab, silu, loaded, stored, why, grid=(tiles, 3), most=(tile + 32, tile))
 
 
 @step4
 def test_bias_silu_offsets_beyond_32_bits(lab, device):
     x = far_rows(device)
     check_silu(lab, x, oracle.inputs(x.shape[1], dtype=F16, device=device))
+
+
+@step4
+def test_bias_silu_stores_beyond_32_bits(lab, device):
+    x = rows_beyond_32_bits(device)
+    bias = oracle.inputs(4096, dtype=F16, device=device)
+    with last_program(lab):
+        got = lab.bias_silu(x, bias, block_m=16, block_n=4096)
+    expected_silu(x[-10:], bias, 16, 4096).check(got[-10:])
 
 
 @step4
@@ -617,6 +763,9 @@ def test_row_max_wide_rows(lab, device):
         x[0, -1] = 100.0  # in the last, ragged block
         x[1, 0] = 100.0
         check_max(lab, memory.fenced(x), block)
+    x = torch.full((1, 1_100_000), -2.0, device=device)  # past any bound that a loop might have
+    x[0, -1] = -1.0
+    check_max(lab, x, 65_536)
 
 
 @step5
@@ -633,7 +782,7 @@ def test_row_max_rows_that_are_not_finite(lab, device):
 def check_not_finite(lab, device):
     """Rows with NaN at the start, in the middle and at the end, and with infinities."""
     for dtype in DTYPES:
-        x = oracle.inputs(7, 50, dtype=dtype, device=device)
+        x = oracle.inputs(11, 50, dtype=dtype, device=device)
         x[0, 0] = NAN
         x[1, 20] = NAN
         x[2, 49] = NAN
@@ -641,6 +790,10 @@ def check_not_finite(lab, device):
         x[4, 49] = INF
         x[5, :49] = -INF
         x[6] = -INF
+        x[7, 3], x[7, 9] = INF, -INF  # their sum is NaN, and the row has none
+        x[8, 20], x[8, 21] = NAN, NAN
+        x[9] = NAN
+        x[10, 0], x[10, 48] = NAN, NAN
         check_max(lab, x)
 
 
@@ -671,21 +824,11 @@ def test_row_max_split_and_shift(lab, device):
 def test_row_max_reads_once(lab, device):
     for dtype in DTYPES:
         x = oracle.inputs(4, 50, dtype=dtype, device=device)
-        widest = WidestLoad()
-        with interpreter.observe(widest):
-            lab.row_max(x, block=16)
         why = "each element of x once, in one pass, and no lane past the row's end"
-        check_bytes(lab, x.nbytes, 4 * x.element_size(), why)
-        assert widest.lanes <= 16, f"block=16 columns at a time: got a load of {widest.lanes}"
-
-
-class WidestLoad(interpreter.Observer):
-    """Notes how many lanes the widest load has, masked ones counted."""
-
-    lanes = 0
-
-    def load(self, launch, address, mask, itemsize):
-        self.lanes = max(self.lanes, address.size)
+        row_max = lambda: lab.row_max(x, block=16)  # noqa: B023, E731
+        stored = 4 * x.element_size()
+        programs = check_work(lab, row_max, x.nbytes, stored, why, grid=(4, 1), most=(50, 1))
+        assert programs.widest <= 16, f"block=16 columns at a time: a load has {programs.widest}"
 
 
 @step5

@@ -54,6 +54,17 @@ step4 = step(4, needs_triton)
 step5 = step(5, needs_triton)
 
 
+@contextlib.contextmanager
+def case(**values):
+    """Adds to a failure within the block which case of the test it is."""
+    try:
+        yield
+    except AssertionError as error:
+        text = ", ".join(f"{name}={value}" for name, value in values.items())
+        error.args = (f"{error}\n  in the case {text}",)
+        raise
+
+
 # ---------------------------------------------------------------- step 1
 
 
@@ -154,34 +165,40 @@ def test_online_softmax_shift_and_split(lab, device):
 
 
 def check_forward(lab, q, k, v, causal=False, block_q=16, block_k=16):
-    got = lab.flash_attention_forward(q, k, v, causal=causal, block_q=block_q, block_k=block_k)
-    want = oracle.attention(q, k, v, causal, tiles=(block_q, block_k))
-    oracle.check_all(want, got, "flash_attention_forward")
+    with case(causal=causal, block_q=block_q, block_k=block_k):
+        got = lab.flash_attention_forward(q, k, v, causal=causal, block_q=block_q, block_k=block_k)
+        want = oracle.attention(q, k, v, causal, tiles=(block_q, block_k))
+        oracle.check_all(want, got, "flash_attention_forward")
 
 
 @step2
-@causal_or_full
 @pytest.mark.parametrize(
     ("T", "block_q", "block_k"),
-    [(33, 7, 11), (33, 11, 7), (33, 16, 32), (33, 32, 16), (37, 1, 5), (32, 16, 16), (1, 16, 16)],
+    [(33, 7, 11), (33, 11, 7), (33, 16, 32), (33, 32, 16), (13, 1, 5), (32, 16, 16), (1, 16, 16)],
 )
-def test_flash_forward_matches_naive(lab, device, T, block_q, block_k, causal):
+def test_flash_forward_matches_naive(lab, device, T, block_q, block_k):
     q, k, v = oracle.qkv(2, 3, T, 8, device=device)
-    check_forward(lab, q, k, v, causal, block_q, block_k)
+    check_forward(lab, q, k, v, False, block_q, block_k)
+    check_forward(lab, q, k, v, True, block_q, block_k)
 
 
 @step2
-@causal_or_full
 @torch_dtypes
-def test_flash_forward_dtypes(lab, device, dtype, causal):
-    check_forward(lab, *oracle.qkv(1, 2, 29, 16, dtype=dtype, device=device), causal, 8, 12)
+def test_flash_forward_dtypes(lab, device, dtype):
+    q, k, v = oracle.qkv(1, 2, 29, 16, dtype=dtype, device=device)
+    check_forward(lab, q, k, v, False, 8, 12)
+    check_forward(lab, q, k, v, True, 8, 12)
+
+
+score_ranges = pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal", "low"])
 
 
 @step2
-@causal_or_full
-@pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal", "low"])
-def test_flash_forward_score_ranges(lab, device, kind, causal):
-    check_forward(lab, *oracle.qkv(1, 2, 40, 16, kind=kind, device=device), causal, 8, 8)
+@score_ranges
+def test_flash_forward_score_ranges(lab, device, kind):
+    q, k, v = oracle.qkv(1, 2, 32, 16, kind=kind, device=device)
+    check_forward(lab, q, k, v, False, 8, 8)
+    check_forward(lab, q, k, v, True, 8, 8)
 
 
 @step2
@@ -206,24 +223,28 @@ def test_flash_forward_half_scores_do_not_overflow(lab, device):
 
 
 @step2
-@pytest.mark.parametrize("D", [1, 3, 24, 100])
-def test_flash_forward_head_dims(lab, device, D):
-    check_forward(lab, *oracle.qkv(1, 2, 19, D, device=device), True, 8, 8)
+def test_flash_forward_head_dims(lab, device):
+    for D in (1, 3, 24, 100):
+        with case(D=D):
+            check_forward(lab, *oracle.qkv(1, 2, 19, D, device=device), True, 8, 8)
 
 
 @step2
-@pytest.mark.parametrize(("T", "S"), [(1, 40), (40, 1), (13, 29), (29, 13), (16, 48)])
-def test_flash_forward_cross_attention_lengths(lab, device, T, S):
-    check_forward(lab, *oracle.qkv(2, 2, T, 8, S=S, device=device), False, 8, 16)
-    check_forward(lab, *oracle.qkv(2, 2, T, 8, S=S, device=device), False, 16, 7)
+def test_flash_forward_cross_attention_lengths(lab, device):
+    for T, S in ((1, 40), (40, 1), (13, 29), (29, 13), (16, 48)):
+        with case(T=T, S=S):
+            check_forward(lab, *oracle.qkv(2, 2, T, 8, S=S, device=device), False, 8, 16)
+            check_forward(lab, *oracle.qkv(2, 2, T, 8, S=S, device=device), False, 16, 7)
 
 
 @step2
-@pytest.mark.parametrize("layout", ["transposed", "strided"])
-def test_flash_forward_layouts(lab, device, layout):
-    q, k, v = oracle.qkv(2, 3, 21, 8, device=device, layout=layout)
-    check_forward(lab, q, k, v, True, 8, 8)
-    check_forward(lab, q.contiguous(), k.contiguous(), v, True, 8, 8)  # only V has other strides
+def test_flash_forward_layouts(lab, device):
+    for layout in ("transposed", "strided"):
+        q, k, v = oracle.qkv(2, 3, 21, 8, device=device, layout=layout)
+        with case(layout=layout):
+            check_forward(lab, q, k, v, True, 8, 8)
+            # Only V has other strides.
+            check_forward(lab, q.contiguous(), k.contiguous(), v, True, 8, 8)
 
 
 @step2
@@ -254,10 +275,22 @@ def test_flash_forward_halves_merge(lab, device):
     assert torch.allclose(out, both, atol=1e-12)
 
 
+# T = 256 shows how much memory is alive at once; beside the small q of T = 48, a band of scores
+# (block x T) is too large a tensor.
+sizes_for_memory = pytest.mark.parametrize(
+    ("T", "D", "block", "dtype", "causal"),
+    [
+        (256, 16, 32, F32, True),
+        (256, 16, 32, F16, False),
+        (48, 2, 8, F32, False),
+        (48, 2, 8, F16, True),
+    ],
+    ids=str,
+)
+
+
 @step2
-@causal_or_full
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-@pytest.mark.parametrize(("T", "D", "block"), [(256, 8, 16), (48, 2, 8)])
+@sizes_for_memory
 def test_flash_forward_makes_no_score_matrix(lab, device, T, D, block, dtype, causal):
     q, k, v = oracle.qkv(1, 2, T, D, dtype=dtype, device=device)
     check_forward(lab, q, k, v, causal, block, block)
@@ -280,7 +313,7 @@ def check_memory(work, q, block, peak):
 
 
 tile_shapes = pytest.mark.parametrize(
-    ("T", "block_q", "block_k"), [(128, 16, 16), (192, 32, 16), (200, 16, 40)]
+    ("T", "block_q", "block_k"), [(96, 16, 16), (128, 32, 16), (120, 16, 40)]
 )
 
 
@@ -326,8 +359,8 @@ def check_work(causal, full, products, T, D, block_q, block_k):
 
 @step2
 def test_flash_forward_sums_in_float32(lab, device):
-    # 640 equal terms, one key a tile: a sum kept in bfloat16 (8 bits) stops growing at 256.
-    q, k, v = oracle.qkv(1, 1, 1, 8, S=640, dtype=BF16, device=device)
+    # 320 equal terms, one key a tile: a sum kept in bfloat16 (8 bits) stops growing at 256.
+    q, k, v = oracle.qkv(1, 1, 1, 8, S=320, dtype=BF16, device=device)
     check_forward(lab, q * 0, k, torch.ones_like(v), False, 1, 1)
 
 
@@ -397,27 +430,31 @@ def forward_results(q, k, v, causal):
 
 
 def check_backward(lab, q, k, v, dout, causal=False, block_q=16, block_k=16):
-    out, lse = forward_results(q, k, v, causal)
-    got = lab.flash_attention_backward(
-        q, k, v, out, lse, dout, causal=causal, block_q=block_q, block_k=block_k
-    )
-    want = oracle.attention_gradients(q, k, v, dout, causal, tiles=(block_q, block_k))
-    oracle.check_all(want, got, "flash_attention_backward")
+    with case(causal=causal, block_q=block_q, block_k=block_k):
+        out, lse = forward_results(q, k, v, causal)
+        got = lab.flash_attention_backward(
+            q, k, v, out, lse, dout, causal=causal, block_q=block_q, block_k=block_k
+        )
+        want = oracle.attention_gradients(q, k, v, dout, causal, tiles=(block_q, block_k))
+        oracle.check_all(want, got, "flash_attention_backward")
 
 
 @step3
-@causal_or_full
 @pytest.mark.parametrize(
     ("T", "block_q", "block_k"),
-    [(33, 7, 11), (33, 11, 7), (37, 32, 16), (37, 16, 32), (20, 1, 5), (32, 16, 16), (1, 16, 16)],
+    [(33, 7, 11), (33, 11, 7), (37, 32, 16), (37, 16, 32), (13, 1, 5), (32, 16, 16), (1, 16, 16)],
 )
-def test_flash_backward_matches_autograd(lab, device, T, block_q, block_k, causal):
+def test_flash_backward_matches_autograd(lab, device, T, block_q, block_k):
     q, k, v = oracle.qkv(2, 2, T, 8, dtype=F64, device=device)
     dout = oracle.inputs(2, 2, T, 8, dtype=F64, device=device)
-    check_backward(lab, q, k, v, dout, causal, block_q, block_k)
-    if T > 1:  # the oracle's formulas are the same as autograd's own
+    for causal in (False, True):
+        check_backward(lab, q, k, v, dout, causal, block_q, block_k)
+        if T == 1:
+            continue
+        # The oracle's formulas are the same as autograd's own.
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        lab.naive_attention(*leaves, causal=causal).backward(dout)
+        # A gradient given to backward() would make PyTorch import half a second's modules.
+        (lab.naive_attention(*leaves, causal=causal) * dout).sum().backward()
         for expected, x in zip(
             oracle.attention_gradients(q, k, v, dout, causal), leaves, strict=True
         ):
@@ -425,12 +462,12 @@ def test_flash_backward_matches_autograd(lab, device, T, block_q, block_k, causa
 
 
 @step3
-@causal_or_full
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-def test_flash_backward_dtypes(lab, device, dtype, causal):
+def test_flash_backward_dtypes(lab, device, dtype):
     q, k, v = oracle.qkv(1, 2, 29, 16, dtype=dtype, device=device)
     dout = oracle.inputs(1, 2, 29, 16, dtype=dtype, device=device)
-    check_backward(lab, q, k, v, dout, causal, 8, 12)
+    check_backward(lab, q, k, v, dout, False, 8, 12)
+    check_backward(lab, q, k, v, dout, True, 8, 12)
 
 
 @step3
@@ -438,6 +475,10 @@ def test_flash_backward_sums_in_float32(lab, device):
     # 320 equal terms: a sum kept in bfloat16 (8 bits) stops growing at 256 of them.
     q, k, v = oracle.qkv(1, 1, 640, 8, S=4, dtype=BF16, device=device)
     check_backward(lab, q * 0.01, k * 0.01, v, torch.ones_like(q), False, 2, 4)
+
+
+@step3
+def test_flash_backward_sums_dq_in_float32(lab, device):
     # The same for dq: 640 keys in tiles of 2, where each adds as much of the same sign.
     sign = torch.tensor([1.0, -1.0], dtype=BF16, device=device).repeat(320)[None, None, :, None]
     k = v = sign.expand(1, 1, 640, 8).contiguous()
@@ -446,19 +487,21 @@ def test_flash_backward_sums_in_float32(lab, device):
 
 
 @step3
-@pytest.mark.parametrize(("T", "S"), [(13, 29), (29, 13), (1, 40), (40, 1)])
-def test_flash_backward_cross_attention_lengths(lab, device, T, S):
-    q, k, v = oracle.qkv(1, 2, T, 8, S=S, device=device)
-    check_backward(lab, q, k, v, oracle.inputs(1, 2, T, 8, device=device), False, 8, 16)
-    check_backward(lab, q, k, v, oracle.inputs(1, 2, T, 8, device=device), False, 16, 7)
+def test_flash_backward_cross_attention_lengths(lab, device):
+    for T, S in ((13, 29), (29, 13), (1, 40), (40, 1)):
+        q, k, v = oracle.qkv(1, 2, T, 8, S=S, device=device)
+        with case(T=T, S=S):
+            check_backward(lab, q, k, v, oracle.inputs(1, 2, T, 8, device=device), False, 8, 16)
+            check_backward(lab, q, k, v, oracle.inputs(1, 2, T, 8, device=device), False, 16, 7)
 
 
 @step3
-@causal_or_full
-@pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal", "low"])
-def test_flash_backward_score_ranges(lab, device, kind, causal):
-    q, k, v = oracle.qkv(1, 2, 40, 16, kind=kind, device=device)
-    check_backward(lab, q, k, v, oracle.inputs(1, 2, 40, 16, device=device), causal, 8, 8)
+@score_ranges
+def test_flash_backward_score_ranges(lab, device, kind):
+    q, k, v = oracle.qkv(1, 2, 32, 16, kind=kind, device=device)
+    dout = oracle.inputs(1, 2, 32, 16, device=device)
+    check_backward(lab, q, k, v, dout, False, 8, 8)
+    check_backward(lab, q, k, v, dout, True, 8, 8)
 
 
 @step3
@@ -475,9 +518,7 @@ def test_flash_backward_reads_dout_through_its_strides(lab, device):
 
 
 @step3
-@causal_or_full
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-@pytest.mark.parametrize(("T", "D", "block"), [(256, 8, 16), (48, 2, 8)])
+@sizes_for_memory
 def test_flash_backward_makes_no_score_matrix(lab, device, T, D, block, dtype, causal):
     q, k, v = oracle.qkv(1, 2, T, D, dtype=dtype, device=device)
     dout = oracle.inputs(1, 2, T, D, dtype=dtype, device=device)
@@ -545,7 +586,7 @@ def test_autograd_function_end_to_end(lab, device, causal):
     q, k, v = (x.detach() for x in leaves)
     oracle.attention(q, k, v, causal)[0].check(out)
     with lab.guarded("flash_attention's backward", row_limit=16, engine_calls=1):
-        got = torch.autograd.grad(out, leaves, dout)
+        got = torch.autograd.grad((out * dout).sum(), leaves)
     for expected, result in zip(
         oracle.attention_gradients(q, k, v, dout, causal), got, strict=True
     ):
@@ -554,7 +595,7 @@ def test_autograd_function_end_to_end(lab, device, causal):
 
 @step3
 def test_autograd_function_saves_nothing_of_size_t_squared(lab, device):
-    leaves = [x.requires_grad_() for x in oracle.qkv(1, 1, 256, 4, device=device)]
+    leaves = [x.requires_grad_() for x in oracle.qkv(1, 1, 128, 4, device=device)]
     out = lab.flash_attention(*leaves)
     alive = lab.work.live
     assert alive <= 4 * out.nbytes, (
@@ -710,47 +751,48 @@ def test_triton_softmax_rejects(lab, device):
 
 
 def check_kernel(lab, q, k, v, causal=False, block_m=16, block_n=16):
-    got = lab.triton_flash_attention(q, k, v, causal=causal, block_m=block_m, block_n=block_n)
-    want = oracle.attention(q, k, v, causal, kernel=True, tiles=(block_m, block_n))
-    oracle.check_all(want, got, "triton_flash_attention")
+    with case(causal=causal, block_m=block_m, block_n=block_n):
+        got = lab.triton_flash_attention(q, k, v, causal=causal, block_m=block_m, block_n=block_n)
+        want = oracle.attention(q, k, v, causal, kernel=True, tiles=(block_m, block_n))
+        oracle.check_all(want, got, "triton_flash_attention")
 
 
 @step5
 @causal_or_full
 @kernel_dtypes
-@pytest.mark.parametrize("T", [16, 37])
-def test_triton_flash_attention(lab, device, T, dtype, causal):
-    q, k, v = fenced_qkv(2, 2, T, 32, dtype=dtype, device=device)
-    check_kernel(lab, q, k, v, causal)  # out (2, 2, T, 32), lse (2, 2, T)
+def test_triton_flash_attention(lab, device, dtype, causal):
+    for T in (16, 37):
+        q, k, v = fenced_qkv(2, 2, T, 32, dtype=dtype, device=device)
+        check_kernel(lab, q, k, v, causal)  # out (2, 2, T, 32), lse (2, 2, T)
 
 
 @step5
-@causal_or_full
 @pytest.mark.parametrize(
     ("T", "block_m", "block_n"),
-    [(1, 16, 16), (65, 32, 16), (65, 16, 32), (50, 64, 16), (97, 16, 64)],
+    [(1, 16, 16), (65, 32, 16), (65, 16, 32), (50, 64, 16), (81, 16, 64)],
 )
-def test_triton_flash_attention_tiles(lab, device, T, block_m, block_n, causal):
-    q, k, v = fenced_qkv(1, 2, T, 16, device=device)
-    check_kernel(lab, q, k, v, causal, block_m, block_n)
+def test_triton_flash_attention_tiles(lab, device, T, block_m, block_n):
+    q, k, v = fenced_qkv(1, 1, T, 16, device=device)
+    check_kernel(lab, q, k, v, False, block_m, block_n)
+    check_kernel(lab, q, k, v, True, block_m, block_n)
 
 
 @step5
-@pytest.mark.parametrize("D", [16, 64, 128, 256])
-def test_triton_flash_attention_head_dims(lab, device, D):
-    check_kernel(lab, *fenced_qkv(1, 2, 21, D, device=device), True)
+def test_triton_flash_attention_head_dims(lab, device):
+    for D in (16, 64, 128, 256):
+        check_kernel(lab, *fenced_qkv(1, 1, 21, D, device=device), True)
 
 
 @step5
-@causal_or_full
-@pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal", "low"])
-def test_triton_flash_attention_score_ranges(lab, device, kind, causal):
-    check_kernel(lab, *fenced_qkv(1, 2, 40, 32, kind=kind, device=device), causal)
+@score_ranges
+def test_triton_flash_attention_score_ranges(lab, device, kind):
+    q, k, v = fenced_qkv(1, 1, 40, 32, kind=kind, device=device)
+    check_kernel(lab, q, k, v, False, 64, 16)
+    check_kernel(lab, q, k, v, True, 64, 16)
 
 
 @step5
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("D", [32, 64])
+@pytest.mark.parametrize(("D", "sign"), [(32, 1), (64, 1), (32, -1), (64, -1)])
 def test_triton_flash_attention_huge_equal_scores(lab, device, D, sign):
     # Scores near 1e11: exp(s - m) must be exactly 1, however s and m were rounded on the way,
     # and scores near -1e11 lie below every finite number that could stand for -inf.
@@ -773,9 +815,10 @@ def test_triton_flash_attention_half_scores_do_not_overflow(lab, device):
 @step5
 @pytest.mark.parametrize("layout", ["transposed", "strided"])
 def test_triton_flash_attention_layouts(lab, device, layout):
-    q, k, v = oracle.qkv(2, 3, 21, 16, device=device, layout=layout)
-    check_kernel(lab, q, k, v, True)
-    check_kernel(lab, q.contiguous(), k.contiguous(), v, True)  # only V has other strides
+    q, k, v = oracle.qkv(2, 2, 21, 16, device=device, layout=layout)
+    check_kernel(lab, q, k, v, True, 32, 16)
+    # Only V has other strides.
+    check_kernel(lab, q.contiguous(), k.contiguous(), v, True, 32, 16)
 
 
 @step5
@@ -783,7 +826,7 @@ def test_triton_flash_attention_layouts(lab, device, layout):
 @causal_or_full
 @pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
 def test_triton_flash_attention_moves_few_bytes(lab, device, block_m, block_n, causal):
-    B, H, T, D = 1, 2, 70, 16
+    B, H, T, D = 1, 1, 70, 16
     q, k, v = oracle.qkv(B, H, T, D, device=device)
     check_kernel(lab, q, k, v, causal, block_m, block_n)
     work, row = lab.kernels, D * q.element_size()
@@ -809,7 +852,7 @@ def test_triton_flash_attention_moves_few_bytes(lab, device, block_m, block_n, c
 
 @step5
 def test_triton_flash_attention_offsets_beyond_32_bits(lab, device):
-    B, H, T, D = 5, 1639, 1030, 256
+    B, H, T, D = 5, 3280, 512, 256
     try:
         x = torch.empty(B, H, T, D, dtype=F16, device=device)
     except RuntimeError as error:
@@ -817,7 +860,7 @@ def test_triton_flash_attention_offsets_beyond_32_bits(lab, device):
     if here.interpret:
         x[-1:, -1:] = oracle.inputs(1, 1, T, D, dtype=F16, device=device)
         with lab.last_program_only():  # the last head's: no other is real memory
-            out, lse = lab.triton_flash_attention(x, x, x, block_m=256, block_n=256)
+            out, lse = lab.triton_flash_attention(x, x, x, block_m=512, block_n=512)
     else:
         x.normal_()
         out, lse = lab.triton_flash_attention(x, x, x, block_m=64, block_n=64)
@@ -828,8 +871,8 @@ def test_triton_flash_attention_offsets_beyond_32_bits(lab, device):
 
 @step5
 def test_triton_flash_attention_many_heads_long_rows(lab, device):
-    check_kernel(lab, *fenced_qkv(2, 5, 70, 16, device=device), True, 64, 32)
-    check_kernel(lab, *fenced_qkv(1, 1, 300, 128, dtype=F16, device=device), False, 128, 64)
+    check_kernel(lab, *fenced_qkv(2, 3, 70, 16, device=device), True, 64, 64)
+    check_kernel(lab, *fenced_qkv(1, 1, 200, 128, dtype=F16, device=device), False, 64, 64)
 
 
 @step5

@@ -93,6 +93,13 @@ def named(options: dict) -> str:
 HINTS = {
     r"AST node type: (Break|Continue)": "a kernel's loop cannot be left early: bound its range",
     r"f-string": 'a kernel has no text: to look at a value, tl.device_print("name", value)',
+    r"has no attribute 'to'": "a stride of 1 and a constexpr are plain numbers when it compiles: "
+    "convert the program's number in place of the stride",
+    r"class 'str'.* to tensor": "a kernel has no text: take the print out; on a GPU it is "
+    'tl.device_print("name", value)',
+    r"breakpoint is not defined": "a debugger stops in the interpreter only: take breakpoint() out",
+    r"multiple comparison": "& binds tighter than <: put each comparison that it joins in "
+    "parentheses",
     r"function referenced": "a helper that a kernel calls needs @triton.jit, too",
     r"Boolean value of Tensor": "an `if` takes one value, not a tile: use tl.where",
     r"AST node type": "this piece of Python is not part of Triton's language",

@@ -36,9 +36,11 @@ class _Watch(work.TorchWork):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = work.operation(func).name
+        if not _judged(name):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         if "attention" in name:
             self.findings.append(f"calls PyTorch's own attention ({name}): write it yourself")
-        if self.row_limit is not None and ("softmax" in name or "logsumexp" in name):
+        if self.row_limit is not None and any(part in name for part in _OF_ROWS):
             length = _reduced_length(args)
             if length > self.row_limit:
                 self.findings.append(
@@ -56,6 +58,7 @@ def poisoned():
     return _Watch(None, poison=True)
 
 
+_OF_ROWS = ("softmax", "logsumexp")
 _UNINITIALISED = {
     f"aten.{name}"
     for name in (
@@ -67,6 +70,12 @@ _UNINITIALISED = {
         "new_empty_strided",
     )
 }
+
+
+@functools.cache
+def _judged(name: str) -> bool:
+    """Whether _Watch has anything to do with an operation; most have another name."""
+    return name in _UNINITIALISED or any(part in name for part in ("attention", *_OF_ROWS))
 
 
 def _reduced_length(args) -> int:

@@ -9,6 +9,7 @@ says so and callers skip with that reason.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from dataclasses import dataclass, field
 
@@ -87,6 +88,11 @@ def unavailable() -> str | None:
         return "Triton is not installed"
     if not here.interpret:
         return "kernels run on the GPU; watching them needs Triton's CPU interpreter"
+    return _moved()
+
+
+@functools.cache
+def _moved() -> str | None:
     return triton_private.moved(triton_private.INTERPRET)
 
 
@@ -108,6 +114,19 @@ def observe(*observers: Observer):
             yield
         finally:
             _state.observers = before
+
+
+def warm_up() -> None:
+    """Rewrites the functions of tl that most kernels call, as each process does at its first call.
+
+    Only a matter of time (12 ms in each fork): where a release has moved it, nothing is lost.
+    """
+    from triton import language as tl
+
+    for name in ("zeros", "max", "sum"):
+        rewrite = getattr(getattr(tl, name, None), "rewrite", None)
+        if callable(rewrite):
+            rewrite()
 
 
 class _WatchedMemory:
@@ -176,6 +195,14 @@ def _patched():
     memory, call, dot = ti._interpreter, ti.GridExecutor.__call__, builder.create_dot
     masked_load = builder.create_masked_load
     patch = getattr(ti, "_patch_lang", None)
+    of_type, types = ti._get_np_dtype, {}
+
+    def numpy_type(of):
+        """Each call makes a table of all types; a tile's type is named after its elements' type."""
+        found = types.get(of.name)
+        if found is None:
+            found = types[of.name] = of_type(of)
+        return found
 
     def patch_once(fn):
         """Each call of a @jit function in a kernel does again what one for its module has done.
@@ -226,10 +253,12 @@ def _patched():
         setattr(builder, name, function)
     if patch:
         ti._patch_lang = patch_once
+    ti._get_np_dtype = numpy_type
     try:
         yield
     finally:
         ti._interpreter, ti.GridExecutor.__call__ = memory, call
+        ti._get_np_dtype = of_type
         for name in swapped:
             delattr(builder, name)
         if patch:

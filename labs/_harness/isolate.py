@@ -25,6 +25,8 @@ import pytest
 import torch
 from _pytest.runner import runtestprotocol
 
+from labs._harness import guard, interpreter, oracle
+
 LIMIT = 10.0  # seconds for the body of one test; pytest-timeout interrupts it and shows where it is
 GRACE = 5.0  # seconds more until the process is killed
 LIMIT_IN_PROCESS = 120.0  # on a GPU the first launch of each configuration compiles
@@ -136,6 +138,8 @@ class Fork:
             ]
             for name in set(imported) & set(SLOW_IMPORTS):
                 importlib.import_module(name)
+            if SLOW_IMPORTS[1] in imported:
+                interpreter.warm_up()
             for report in reports:
                 if isinstance(report.longrepr, list):  # JSON has no tuples; -rs wants one
                     report.longrepr = tuple(report.longrepr)
@@ -152,6 +156,19 @@ class Fork:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         return os.waitpid(self.pid, 0)[1]
+
+
+def _warm_up() -> None:
+    """Does once what each fork would do again: PyTorch's first look at each operation, watched."""
+    importlib.import_module("labs._harness.checks")  # which most labs import
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # no thread pool that a fork could hang on
+    x = torch.ones(1, 1, 2, 2)
+    with guard.poisoned(), torch.no_grad():
+        for dtype in (torch.float32, torch.float16):
+            oracle.attention_gradients(*[x.to(dtype)] * 4, causal=True)
+            oracle.attention(*[x.to(dtype)] * 3)[0].check(x.to(dtype))
+    torch.set_num_threads(threads)
 
 
 def run_in_fork(item: pytest.Item, before=None) -> list[pytest.TestReport]:
@@ -223,6 +240,8 @@ class Isolation:
             outcome.get_result().user_properties.append(("ended", "time-out"))
 
     def pytest_runtestloop(self, session):
+        if self.enabled and any(map(_step, session.items)):
+            _warm_up()
         if self.enabled and not hasattr(self.config, "workerinput"):  # under xdist one at a time
             self.waiting = [item for item in session.items if _step(item)][::-1]
 

@@ -73,7 +73,7 @@ class AccessCheck(interpreter.Observer):
         self._check("store", launch, address, mask, itemsize)
 
     def _check(self, what, launch, address, mask, itemsize):
-        active = address[mask]
+        active = address if mask.all() else address[mask]
         if active.size == 0:
             return
         low, high = int(active.min()), int(active.max())

@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -63,10 +62,10 @@ class KernelWork(interpreter.Observer):
         self.dot_flops += 2 * m * n * k
 
     def _add(self, counter, launch, address, mask, itemsize):
-        lanes = int(mask.sum())
+        lanes = int(np.count_nonzero(mask))
         if lanes:
-            name = launch.tensor_at(int(address[mask].min()))
-            counter[launch.kernel, name] += lanes * itemsize
+            first = address.item(mask.argmax())
+            counter[launch.kernel, launch.tensor_at(first)] += lanes * itemsize
 
 
 @contextlib.contextmanager
@@ -114,33 +113,38 @@ class TorchWork(TorchDispatchMode):
         return False  # nothing here is compiled; True imports torch._dynamo, a second in each fork
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # Thousands of operations run in a test: this is written to be quick.
         kwargs = kwargs or {}
         facts = operation(func)
         self.calls[facts.name] += 1
         if facts.view:
             return func(*args, **kwargs)
-        inputs = _tensors((*args, *kwargs.values()), [])
-        known = {_storage_key(t) for t in inputs}
+        inputs = _tensors(args, [])
+        if kwargs:
+            _tensors(kwargs.values(), inputs)
+        known = {t.untyped_storage()._cdata for t in inputs}
         result = func(*args, **kwargs)
         if facts.flops:
             self.flops += facts.flops(*args, **kwargs, out_val=result)
-        outputs = _tensors((result,), [])
-        made = [t for t in outputs if _storage_key(t) not in known]
+        made = []
+        for t in (result,) if type(result) is torch.Tensor else _tensors((result,), []):
+            storage = t.untyped_storage()
+            if storage._cdata not in known:
+                made.append(t)
+                if not facts.adopts:
+                    self._made(t, storage)
         self.moved += facts.bytes_moved(inputs, made)
-        if facts.name != "aten.set_":  # it gives a tensor memory that exists already, as the
-            for t in made:  # interpreter of Triton does
-                self._made(t)
         return result
 
-    def _made(self, t):
-        storage = t.untyped_storage()
+    def _made(self, t, storage):
         key = storage._cdata
         if key in self._alive:
             return
         size = storage.nbytes()
         self.allocated += size
         self.live += size
-        self.peak = max(self.peak, self.live)
+        if self.live > self.peak:
+            self.peak = self.live
         if size > self.largest:
             self.largest, self.largest_shape = size, tuple(t.shape)
         if size // t.element_size() > self.most_elements:
@@ -155,7 +159,7 @@ class TorchWork(TorchDispatchMode):
         self.live -= size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """What counting needs to know of a PyTorch operation.
 
@@ -166,6 +170,8 @@ class Operation:
         reads: which of its tensor inputs it reads, as a slice.
         writes_input: whether it writes its first input rather than a new tensor.
         idle: whether it moves nothing: uninitialised memory.
+        adopts: whether it gives a tensor memory that exists already, as Triton's interpreter does.
+        func: the operation itself.
     """
 
     name: str
@@ -174,24 +180,39 @@ class Operation:
     reads: slice
     writes_input: bool
     idle: bool
+    adopts: bool
+    func: torch._ops.OpOverload
 
     def bytes_moved(self, inputs, made) -> int:
         """Bytes that one call reads and writes; `made` are its outputs that are not inputs."""
-        if self.idle:
-            return 0
         written = inputs[:1] if self.writes_input else made
-        if not written:  # _unsafe_view and its like: the output is an input
+        if self.idle or not written:  # _unsafe_view and its like: the output is an input
             return 0
-        return sum(map(_nbytes, inputs[self.reads])) + sum(map(_nbytes, written))
+        moved = 0
+        for t in inputs[self.reads]:
+            moved += t.nbytes
+        for t in written:
+            moved += t.nbytes
+        return moved
 
 
 # In-place operations that do not read what they overwrite.
 _OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
 
 
-@functools.cache
+# By id: the hash of an operation is a call into Python. Operation.func keeps the id its own.
+_operations: dict[int, Operation] = {}
+
+
 def operation(func: torch._ops.OpOverload) -> Operation:
     """The facts of an operation as PyTorch's dispatcher names it."""
+    facts = _operations.get(id(func))
+    if facts is None:
+        facts = _operations[id(func)] = _facts(func)
+    return facts
+
+
+def _facts(func: torch._ops.OpOverload) -> Operation:
     packet = func._overloadpacket
     name = packet.__name__
     if name.endswith("_like") or name.startswith("new_"):
@@ -201,11 +222,27 @@ def operation(func: torch._ops.OpOverload) -> Operation:
     return Operation(
         name=str(packet),
         view=func.is_view,
-        flops=flop_registry.get(packet),
+        flops=_quick(flop_registry.get(packet)),
         reads=reads,
         writes_input=func._schema.is_mutable,
         idle="empty" in name or name == "set_",
+        adopts=name == "set_",
+        func=func,
     )
+
+
+def _quick(formula: Callable | None) -> Callable | None:
+    """The formula without flop_counter's walk through the arguments, where all are tensors."""
+    of_shapes = getattr(formula, "__wrapped__", None)
+    if of_shapes is None:
+        return formula
+
+    def flops(*args, out_val=None, **kwargs):
+        if kwargs or not all(type(t) is torch.Tensor for t in (*args, out_val)):
+            return formula(*args, out_val=out_val, **kwargs)
+        return of_shapes(*[t.shape for t in args], out_shape=out_val.shape)
+
+    return flops
 
 
 def _tensors(values, found: list) -> list[torch.Tensor]:
@@ -216,14 +253,6 @@ def _tensors(values, found: list) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             _tensors(value, found)
     return found
-
-
-def _storage_key(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
-
-
-def _nbytes(t: torch.Tensor) -> int:
-    return math.prod(t.shape) * t.element_size()
 
 
 @contextlib.contextmanager

@@ -130,6 +130,10 @@ def test_changes_are_small_and_possible():
         ("Both operands must be same dtype. Got fp32 and fp16", ".to()"),
         ("Boolean value of Tensor with more than one value", "tl.where"),
         ("Unsupported function referenced: helper", "@triton.jit"),
+        ("AttributeError(\"'int' object has no attribute 'to'\")", "in place of the stride"),
+        ("cannot convert largest of type <class 'str'> to tensor", "take the print out"),
+        ("NameError('breakpoint is not defined')", "interpreter only"),
+        ("simultaneous multiple comparison is not supported", "in parentheses"),
     ],
 )
 def test_hints(message, part):
