@@ -111,12 +111,12 @@ def check(ab, options, gpu) -> list[Check]:
         where = f"D={D} {'causal' if causal else 'full'} T={T} bfloat16"
         flash = ms["SDPA FLASH"] / ms["yours"]
         ratios[D].append(ms["SDPA cuDNN"] / ms["yours"])
-        figure = f"{flash:.2f}x ({rate:.0f} TFLOP/s; {ratios[D][-1]:.2f}x cuDNN)"
+        figure = f"{flash:.3f}x ({rate:.0f} TFLOP/s; {ratios[D][-1]:.3f}x cuDNN)"
         found.append(Check(f"speed against FLASH, {where}", figure, ">= 1.4x", flash >= 1.4))
     for D, wanted in ((64, 0.90), (128, 0.80)):
         mean = math.exp(statistics.fmean(map(math.log, ratios[D])))
         what = f"geometric mean against cuDNN, D={D}"
-        found.append(Check(what, f"{mean:.2f}x", f">= {wanted:.2f}x", mean >= wanted))
+        found.append(Check(what, f"{mean:.3f}x", f">= {wanted:.2f}x", mean >= wanted))
     error, budget = gradient_error(x, _autograd(ab, causal)(*x), causal)
     found.append(
         Check("relative error", f"{error:.2g}", f"<= {budget:.2g}", error <= budget),

@@ -85,10 +85,10 @@ def tiles(D, causal, dtype, device):
         sizes = (rows, min(rows, 32), 4, 2)
         found = {"forward": sizes, "dkdv": sizes, "dq": sizes}
     elif width <= 64:
-        found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 3), "dq": (64, 64, 4, 3)}
+        dq = (64, 64, 4, 3) if causal else (128, 64, 8, 3)
+        found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 3), "dq": dq}
     elif width <= 128:
-        dkdv = (64, 64, 4, 2) if causal else (64, 128, 8, 3)
-        found = {"forward": (64, 64, 4, 3), "dkdv": dkdv, "dq": (128, 64, 8, 3)}
+        found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 2), "dq": (128, 64, 8, 3)}
     else:
         rows = 64 if width <= 256 else 32
         found = {"forward": (64, 32, 8, 2), "dkdv": (32, rows, 8, 2), "dq": (rows, 32, 8, 2)}
@@ -261,10 +261,10 @@ if triton is not None:
     @triton.jit
     def _dkdv_kernel(
         q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
-        stride_qb, stride_qh, stride_qt,
-        stride_kb, stride_kh, stride_ks,
-        stride_vb, stride_vh, stride_vs,
-        stride_gb, stride_gh, stride_gt,
+        stride_qb, stride_qh, stride_qt: tl.constexpr,
+        stride_kb, stride_kh, stride_ks: tl.constexpr,
+        stride_vb, stride_vh, stride_vs: tl.constexpr,
+        stride_gb, stride_gh, stride_gt: tl.constexpr,
         H, T, S, scale,
         D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
         WHOLE: tl.constexpr,
@@ -281,14 +281,13 @@ if triton is not None:
         offs_n = start_n + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         offs_d = tl.arange(0, D)  # (D,)
         keys = offs_n.to(tl.int64)[:, None]  # (BLOCK_N, 1)
+        first = offs_m.to(tl.int64)[:, None]  # (BLOCK_M, 1)
         k_ptrs = k_ptr + b * stride_kb + h * stride_kh + keys * stride_ks + offs_d  # (BLOCK_N, D)
         v_ptrs = v_ptr + b * stride_vb + h * stride_vh + keys * stride_vs + offs_d  # (BLOCK_N, D)
+        q_ptrs = q_ptr + b * stride_qb + h * stride_qh + first * stride_qt + offs_d  # (BLOCK_M, D)
+        dout_ptrs = dout_ptr + b * stride_gb + h * stride_gh + first * stride_gt + offs_d
         k = tl.load(k_ptrs, mask=keys < S, other=0.0)  # (BLOCK_N, D)
         v = tl.load(v_ptrs, mask=keys < S, other=0.0)  # (BLOCK_N, D)
-        q_ptr += b * stride_qb + h * stride_qh
-        dout_ptr += b * stride_gb + h * stride_gh
-        q_tile = offs_m.to(tl.int64)[:, None] * stride_qt + offs_d  # (BLOCK_M, D)
-        dout_tile = offs_m.to(tl.int64)[:, None] * stride_gt + offs_d  # (BLOCK_M, D)
         lse2_ptr += pid_bh * T
         delta_ptr += pid_bh * T
         scale2 = scale * 1.4426950408889634  # log2(e): exp(x) = exp2(x log2(e))
@@ -299,22 +298,27 @@ if triton is not None:
         for start_m in range(lo, T, BLOCK_M):
             rows = start_m + offs_m  # (BLOCK_M,)
             exists = rows < T  # (BLOCK_M,)
-            q = _load(q_ptr + q_tile, exists[:, None], 0.0, WHOLE)  # (BLOCK_M, D)
+            q = _load(q_ptrs, exists[:, None], 0.0, WHOLE)  # (BLOCK_M, D)
             # Padding gets lse2 = inf, as does a row that saw no key: its p is exp2(-inf) = 0.
             lse2 = _load(lse2_ptr + rows, exists, float("inf"), WHOLE)  # (BLOCK_M,)
-            s = tl.dot(k, tl.trans(q)) * scale2  # (BLOCK_N, BLOCK_M)
+            s = tl.dot(k, tl.trans(q))  # (BLOCK_N, BLOCK_M)
+            # dp as early as possible, behind s; under a mask later, where registers are fewer.
+            if not CAUSAL:
+                dout = _load(dout_ptrs, exists[:, None], 0.0, WHOLE)  # (BLOCK_M, D)
+                dp = tl.dot(v, tl.trans(dout))  # (BLOCK_N, BLOCK_M)
+            elif start_m < start_n + BLOCK_N - 1:  # from there on every row sees every key
+                s = tl.where(offs_n[:, None] <= rows[None, :], s, float("-inf"))
+            p = tl.exp2(s * scale2 - lse2[None, :])  # (BLOCK_N, BLOCK_M)
             if CAUSAL:
-                if start_m < start_n + BLOCK_N - 1:  # from there on every row sees every key
-                    s = tl.where(offs_n[:, None] <= rows[None, :], s, float("-inf"))
-            p = tl.exp2(s - lse2[None, :])  # (BLOCK_N, BLOCK_M)
-            dout = _load(dout_ptr + dout_tile, exists[:, None], 0.0, WHOLE)  # (BLOCK_M, D)
+                dout = _load(dout_ptrs, exists[:, None], 0.0, WHOLE)  # (BLOCK_M, D)
             dv = tl.dot(p.to(dout.dtype), dout, dv)
             delta = _load(delta_ptr + rows, exists, 0.0, WHOLE)  # (BLOCK_M,)
-            dp = tl.dot(v, tl.trans(dout))  # (BLOCK_N, BLOCK_M)
+            if CAUSAL:
+                dp = tl.dot(v, tl.trans(dout))  # (BLOCK_N, BLOCK_M)
             ds = p * (dp - delta[None, :])  # (BLOCK_N, BLOCK_M)
             dk = tl.dot(ds.to(q.dtype), q, dk)
-            q_ptr += BLOCK_M * stride_qt
-            dout_ptr += BLOCK_M * stride_gt
+            q_ptrs += BLOCK_M * stride_qt
+            dout_ptrs += BLOCK_M * stride_gt
 
         offset = (pid_bh * S + keys) * D + offs_d  # (BLOCK_N, D)
         tl.store(dk_ptr + offset, (dk * scale).to(dk_ptr.dtype.element_ty), mask=keys < S)
@@ -349,7 +353,7 @@ def attention_dkdv(
     dv = torch.empty_like(dk)
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     # In base 2 and mended once, where the kernel would do it for each pair of tiles.
-    lse2 = (lse * math.log2(math.e)).masked_fill(lse == -math.inf, math.inf).contiguous()
+    lse2 = lse.nan_to_num(math.nan, math.inf, math.inf).mul_(math.log2(math.e)).contiguous()
     options = {"num_warps": num_warps, "num_stages": num_stages}
     with torch.cuda.device_of(q):
         _dkdv_kernel[(triton.cdiv(S, block_n), B * H)](
@@ -365,14 +369,46 @@ def attention_dkdv(
 
 # ---------------------------------------------------------------- step 3
 if triton is not None:
+
+    @triton.jit
+    def _dq_keys(
+        dq, q, dout, k_ptr, v_ptr, lse2, delta, offs_m, lo, hi,
+        stride_ks: tl.constexpr, stride_vs: tl.constexpr,
+        S, scale2,
+        D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+        WHOLE: tl.constexpr,
+    ):  # fmt: skip
+        """Adds what keys lo to hi - 1 give; without MASKED every row must see all of them."""
+        offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        keys = (lo + offs_n).to(tl.int64)[:, None]  # (BLOCK_N, 1)
+        k_ptrs = k_ptr + keys * stride_ks + tl.arange(0, D)  # (BLOCK_N, D)
+        v_ptrs = v_ptr + keys * stride_vs + tl.arange(0, D)  # (BLOCK_N, D)
+        for start_n in range(lo, hi, BLOCK_N):
+            cols = start_n + offs_n  # (BLOCK_N,)
+            k = _load(k_ptrs, cols[:, None] < S, 0.0, WHOLE)  # (BLOCK_N, D)
+            v = _load(v_ptrs, cols[:, None] < S, 0.0, WHOLE)  # (BLOCK_N, D)
+            s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
+            dp = tl.dot(dout, tl.trans(v))  # (BLOCK_M, BLOCK_N)
+            if MASKED:
+                visible = cols[None, :] < S  # (1, BLOCK_N)
+                if CAUSAL:
+                    visible = visible & (cols[None, :] <= offs_m[:, None])  # (BLOCK_M, BLOCK_N)
+                s = tl.where(visible, s, float("-inf"))  # (BLOCK_M, BLOCK_N)
+            p = tl.exp2(s * scale2 - lse2[:, None])  # (BLOCK_M, BLOCK_N)
+            ds = p * (dp - delta[:, None])  # (BLOCK_M, BLOCK_N)
+            dq = tl.dot(ds.to(k.dtype), k, dq)
+            k_ptrs += BLOCK_N * stride_ks
+            v_ptrs += BLOCK_N * stride_vs
+        return dq
+
     # fmt: off
     @triton.jit
     def _dq_kernel(
         q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
-        stride_qb, stride_qh, stride_qt,
-        stride_kb, stride_kh, stride_ks,
-        stride_vb, stride_vh, stride_vs,
-        stride_gb, stride_gh, stride_gt,
+        stride_qb, stride_qh, stride_qt: tl.constexpr,
+        stride_kb, stride_kh, stride_ks: tl.constexpr,
+        stride_vb, stride_vh, stride_vs: tl.constexpr,
+        stride_gb, stride_gh, stride_gt: tl.constexpr,
         H, T, S, scale,
         D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
         WHOLE: tl.constexpr,
@@ -389,7 +425,6 @@ if triton is not None:
             mid = (start_m + 1) // BLOCK_N * BLOCK_N
             hi = tl.minimum(S, start_m + BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
-        offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         offs_d = tl.arange(0, D)  # (D,)
         rows = offs_m.to(tl.int64)[:, None]  # (BLOCK_M, 1)
         q_ptrs = q_ptr + b * stride_qb + h * stride_qh + rows * stride_qt + offs_d  # (BLOCK_M, D)
@@ -398,32 +433,19 @@ if triton is not None:
         dout = tl.load(dout_ptrs, mask=rows < T, other=0.0)  # (BLOCK_M, D)
         k_ptr += b * stride_kb + h * stride_kh
         v_ptr += b * stride_vb + h * stride_vh
-        k_tile = offs_n.to(tl.int64)[:, None] * stride_ks + offs_d  # (BLOCK_N, D)
-        v_tile = offs_n.to(tl.int64)[:, None] * stride_vs + offs_d  # (BLOCK_N, D)
         lse = tl.load(lse_ptr + pid_bh * T + offs_m, mask=offs_m < T, other=float("inf"))
         delta = tl.load(delta_ptr + pid_bh * T + offs_m, mask=offs_m < T, other=0.0)
         log2e = 1.4426950408889634
         # A row that saw no key has lse -inf; with +inf in its place its p is exp2(-inf) = 0.
         lse2 = tl.where(lse == float("-inf"), float("inf"), lse * log2e)  # (BLOCK_M,)
-
+        scale2 = scale * log2e
         dq = tl.zeros((BLOCK_M, D), tl.float32)
-        for start_n in range(0, hi, BLOCK_N):
-            cols = start_n + offs_n  # (BLOCK_N,)
-            k = _load(k_ptr + k_tile, cols[:, None] < S, 0.0, WHOLE)  # (BLOCK_N, D)
-            v = _load(v_ptr + v_tile, cols[:, None] < S, 0.0, WHOLE)  # (BLOCK_N, D)
-            s = tl.dot(q, tl.trans(k)) * (scale * log2e)  # (BLOCK_M, BLOCK_N)
-            if start_n >= mid:
-                visible = cols[None, :] < S  # (1, BLOCK_N)
-                if CAUSAL:
-                    visible = visible & (cols[None, :] <= offs_m[:, None])  # (BLOCK_M, BLOCK_N)
-                s = tl.where(visible, s, float("-inf"))  # (BLOCK_M, BLOCK_N)
-            p = tl.exp2(s - lse2[:, None])  # (BLOCK_M, BLOCK_N)
-            dp = tl.dot(dout, tl.trans(v))  # (BLOCK_M, BLOCK_N)
-            ds = p * (dp - delta[:, None])  # (BLOCK_M, BLOCK_N)
-            dq = tl.dot(ds.to(k.dtype), k, dq)
-            k_ptr += BLOCK_N * stride_ks
-            v_ptr += BLOCK_N * stride_vs
-
+        # fmt: off
+        dq = _dq_keys(dq, q, dout, k_ptr, v_ptr, lse2, delta, offs_m, 0, mid, stride_ks, stride_vs,
+                      S, scale2, D, BLOCK_N, CAUSAL, False, True)
+        dq = _dq_keys(dq, q, dout, k_ptr, v_ptr, lse2, delta, offs_m, mid, hi, stride_ks, stride_vs,
+                      S, scale2, D, BLOCK_N, CAUSAL, True, WHOLE)
+        # fmt: on
         dq_ptrs = dq_ptr + (pid_bh * T + rows) * D + offs_d  # (BLOCK_M, D)
         tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows < T)
 

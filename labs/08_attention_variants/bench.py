@@ -218,7 +218,7 @@ def _outputs(T, heads, D, e) -> int:
 # ---------------------------------------------------------------- providers
 def _tiles(options) -> dict:
     tiles = {"block_m": options.block_m, "block_n": options.block_n, "num_warps": options.num_warps}
-    return tiles | ({"num_stages": options.num_stages} if options.num_stages else {})
+    return tiles | {"num_stages": options.num_stages or 3}  # fastest on an H200 at D = 64
 
 
 def _yours(name, av, tiles, window=None) -> Provider:

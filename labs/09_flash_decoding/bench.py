@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from labs._harness.bench import Check, Provider, Sweep, fit
+from labs._harness.trace import Traced
 
 LENGTHS = [1024, 4096, 16384, 32768, 131072]
 COUNTED_LENGTHS = [256, 1024, 4096]
-GROUP, COUNTED_SPLITS, PAGE = 4, 4, 16
+GROUP, COUNTED_SPLITS, TRACED_SPLITS, PAGE = 4, 4, 2, 16
 BACKENDS = {"SDPA FLASH": "FLASH_ATTENTION", "SDPA cuDNN": "CUDNN_ATTENTION"}
 YOURS, PAGED, UNSPLIT = "yours (Triton)", "yours (paged)", "yours (one chunk)"
 
@@ -157,7 +158,56 @@ def _graph_us(run, inputs) -> float:
     return statistics.median(times[2:])
 
 
-# ---------------------------------------------------------------- X-ray
+# ---------------------------------------------------------------- trace and X-ray
+def traced(fd, options) -> list[Traced]:
+    """What `python -m labs trace 09` can run: TRACED_SPLITS chunks, the whole decode first.
+
+    There is one query a head, so the T queries of the trace become T query heads: block_m of them
+    share a key head, and all key heads share one cache of T keys.
+    """
+
+    def heads(q, k, v):
+        """q (1, H_kv * G, 1, D) in groups of block_m, padded; k, v (1, H_kv, T, D), not copied."""
+        if options.causal:
+            raise ValueError("the query is the newest token and sees every key: leave out --causal")
+        H_kv = math.ceil(options.T / options.block_m)
+        q = F.pad(q, (0, 0, 0, H_kv * options.block_m - options.T)).transpose(1, 2)
+        return q, k.expand(1, H_kv, -1, -1), v.expand(1, H_kv, -1, -1)
+
+    def queries(out, lse):
+        """out (1, T, D) and lse of the real heads, as the trace compares them."""
+        return out[:, : options.T].transpose(1, 2), lse[:, : options.T].transpose(1, 2)
+
+    def decode(q, k, v):
+        return queries(*fd.flash_decode(*heads(q, k, v), TRACED_SPLITS, block_n=options.block_n))
+
+    def split(q, k, v):
+        parts = fd.split_partials(*heads(q, k, v), TRACED_SPLITS, block_n=options.block_n)
+        m, l, acc = fd.merge_accumulators(*parts)
+        return queries((acc / l[..., None])[:, :, None], (m + torch.log(l))[:, :, None])
+
+    def paged(q, k, v):
+        q, k, v = heads(q, k, v)
+        n = math.ceil(options.T / PAGE)
+        order = torch.arange(n).flip(0)  # the first key lies in the last page
+        pages = [
+            F.pad(x[:, :1], (0, 0, 0, n * PAGE - options.T))
+            .view(n, 1, PAGE, -1)
+            .index_select(0, order)
+            .expand(-1, k.shape[1], -1, -1)
+            for x in (k, v)
+        ]
+        lens = torch.tensor([options.T], dtype=torch.int32)
+        cache = *pages, order[None].int(), lens
+        return queries(*fd.paged_decode(q, *cache, TRACED_SPLITS, block_n=options.block_n))
+
+    return [
+        Traced(4, "flash_decode", decode, True),
+        Traced(3, "split_partials", split, True),
+        Traced(5, "paged_decode", paged, True),
+    ]
+
+
 def launches(
     fd, block_n=64, num_warps=4, num_stages=3, head_dim=128, group=4, page=16, dtype="float16"
 ) -> dict:

@@ -34,7 +34,7 @@ except ImportError:  # macOS: steps 1 and 2 and append_kv still run
 # Programs given to a multiprocessor, all of which run at once. Through a page table fewer loads
 # are in flight in each, so it takes more of them.
 PROGRAMS_PER_SM, PAGED_PROGRAMS_PER_SM = 2, 4
-NUM_WARPS, NUM_STAGES = 4, 3
+PAGED_WARPS, NUM_STAGES = 4, 3
 EXAMPLE_CARD = 30  # multiprocessors of the handout's card; used where there is no card
 
 
@@ -146,16 +146,18 @@ if triton is not None:
         D: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
+        PDL: tl.constexpr,
     ):
         # TODO step 3 (about 45 lines; handout section 4): one program, one chunk of one key head
         #   program_id(0) is (b * H_kv + h) * n_splits + split, as int64
         #   key head h serves query heads h * G to h * G + G - 1: rows of one tile, then padding
         #   chunk split has tiles split * n // n_splits up to (split + 1) * n // n_splits of the n
         #   m and l are (n_splits, B * H), acc is (n_splits, B * H, D), contiguous
+        #   PDL is for the optional end of section 5: leave it alone until then
         tl.static_assert(False, "lab 09 step 3: write _split_kernel")
 
 
-def split_partials(q, k, v, n_splits, block_n=None, num_warps=NUM_WARPS, num_stages=NUM_STAGES):
+def split_partials(q, k, v, n_splits, block_n=None, num_warps=None, num_stages=NUM_STAGES):
     """Partial results of attention of one query a head, one program for each chunk and key head.
 
     Args:
@@ -165,7 +167,8 @@ def split_partials(q, k, v, n_splits, block_n=None, num_warps=NUM_WARPS, num_sta
             if the elements of a row are adjacent.
         n_splits: number of chunks, from 1 up.
         block_n: keys of a tile, a power of two from 16 up; None: as many as 16 KiB hold, 16 to 128.
-        num_warps, num_stages: Triton's: warps of a program, and key tiles in flight.
+        num_warps, num_stages: Triton's: warps of a program (None: 2 where each key head has one
+            query head, else 4), and key tiles in flight.
 
     Returns:
         (m, l, acc) as merge_accumulators takes them, float32: (n_splits, B, H), (n_splits, B, H),
@@ -200,8 +203,9 @@ def split_partials(q, k, v, n_splits, block_n=None, num_warps=NUM_WARPS, num_sta
             D=D,
             BLOCK_M=max(16, triton.next_power_of_2(H // H_kv)),
             BLOCK_N=block_n,
-            num_warps=num_warps,
+            num_warps=num_warps or default_warps(H // H_kv),
             num_stages=num_stages,
+            **pdl_options(_split_kernel, q.device),
         )
     return m, l, acc
 
@@ -223,6 +227,11 @@ def _block_n(q, block_n=None) -> int:
         return min(128, max(16, 16_384 // (q.shape[-1] * q.element_size())))
     check_kernel_blocks(block_n=block_n)
     return block_n
+
+
+def default_warps(group) -> int:
+    """Warps of a program: 2 where a key head has one query head, else 4."""
+    return 2 if group == 1 else 4
 
 
 def _empty_partials(q, n_splits):
@@ -262,6 +271,7 @@ if triton is not None:
         n_splits,
         D: tl.constexpr,
         BLOCK_C: tl.constexpr,
+        PDL: tl.constexpr,
     ):
         # TODO step 4, second half (about 28 lines; handout section 5)
         #   one program, one row b * H + h of rows = num_programs(0)
@@ -293,7 +303,18 @@ def merge_partials(m, l, acc, dtype):
     lse = torch.empty(B, H, 1, dtype=torch.float32, device=acc.device)
     block_c = min(64, triton.next_power_of_2(C))
     with torch.cuda.device_of(acc):
-        _merge_kernel[(B * H,)](m, l, acc, out, lse, C, D=D, BLOCK_C=block_c, num_warps=4)
+        _merge_kernel[(B * H,)](
+            m,
+            l,
+            acc,
+            out,
+            lse,
+            C,
+            D=D,
+            BLOCK_C=block_c,
+            num_warps=4,
+            **pdl_options(_merge_kernel, acc.device),
+        )
     return out, lse
 
 
@@ -302,6 +323,26 @@ def multiprocessors(device) -> int:
     if device.type != "cuda":
         return EXAMPLE_CARD
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def capability(device) -> tuple[int, int]:
+    """Compute capability of a card; (0, 0) where kernels run in the interpreter."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+def pdl_options(kernel, device) -> dict:
+    """Launch options of `kernel`: whether it may begin before the kernel in front of it has ended.
+
+    Programmatic dependent launch (handout section 5), from compute capability 9.0 on. Such a kernel
+    must wait by itself, or it reads what is not written yet: only one that calls gdc_wait is
+    launched so. Whether it calls it before it reads is for the tests to see.
+    """
+    waits = "gdc_wait" in kernel.fn.__code__.co_names  # names that its code uses, comments aside
+    if waits and capability(device) >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait"):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 def flash_decode(q, k, v, n_splits=None, **config):
@@ -356,6 +397,7 @@ if triton is not None:
         PAGE: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
+        PDL: tl.constexpr,
     ):
         # TODO step 5 (about 45 lines; handout section 6): step 3 with the keys in pages
         #   S is this sequence's own length; a row of k lies at page * stride_kp + h * stride_kh +
@@ -372,7 +414,7 @@ def paged_partials(
     seq_lens,
     n_splits,
     block_n=None,
-    num_warps=NUM_WARPS,
+    num_warps=PAGED_WARPS,
     num_stages=NUM_STAGES,
 ):
     """Partial results against a paged cache; arguments as paged_decode, results as split_partials.
@@ -410,6 +452,7 @@ def paged_partials(
             BLOCK_N=block_n,
             num_warps=num_warps,
             num_stages=num_stages,
+            **pdl_options(_paged_split_kernel, q.device),
         )
     return m, l, acc
 

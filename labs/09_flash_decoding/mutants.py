@@ -13,6 +13,7 @@ KERNEL, LAUNCH, MERGE, CHOOSE, DECODE = (
     "choose_splits",
     "flash_decode",
 )
+OPTIONS = "pdl_options"
 PAGED, PAGED_LAUNCH, APPEND, LOOP = (
     "_paged_split_kernel",
     "paged_partials",
@@ -32,6 +33,15 @@ def waste(id, step, inside, caught_by, teaches, *edits, append=""):
 def cheat(id, step, caught_by, teaches, append, *edits, inside=""):
     return Mutant(id, "cheat", step, teaches, caught_by, edits, inside, append)
 
+
+_MERGE_WAIT = "        if PDL:\n            tl.extra.cuda.gdc_wait()\n"
+_WAIT = _MERGE_WAIT.replace(
+    ":\n", ":  # only arithmetic so far; what is read from here on may be another kernel's\n"
+)
+_LETS_GO = (
+    "        if PDL:  # the next kernel may begin; it waits for the end of this one\n"
+    "            tl.extra.cuda.gdc_launch_dependents()\n"
+)
 
 STEP_1 = [
     bug(
@@ -716,6 +726,77 @@ STEP_4 = [
             "            full = m_c",
         ),
     ),
+    bug(
+        "overlap-wait-after-load",
+        4,
+        KERNEL,
+        "test_kernels_wait_for_the_kernel_before",
+        "q is loaded before the kernel waits for whoever writes it (handout section 5)",
+        (_WAIT, ""),
+        (_LETS_GO, _WAIT + _LETS_GO),
+    ),
+    bug(
+        "overlap-merge-waits-late",
+        4,
+        MERGE,
+        "test_kernels_wait_for_the_kernel_before",
+        "the merge waits before it stores, not before it loads (handout section 5)",
+        (_MERGE_WAIT, ""),
+        ("        l_safe =", _MERGE_WAIT + "        l_safe ="),
+    ),
+    bug(
+        "overlap-without-a-wait",
+        4,
+        OPTIONS,
+        "test_a_kernel_that_does_not_wait_is_not_launched_early",
+        "a kernel is launched early whether it waits or not (handout section 5)",
+        ("if waits and", "if"),
+    ),
+    bug(
+        "overlap-on-old-cards",
+        4,
+        OPTIONS,
+        "test_a_kernel_that_does_not_wait_is_not_launched_early",
+        "cards that know no such launch are asked for it (handout section 5)",
+        (">= (9, 0)", ">= (8, 0)"),
+    ),
+    bug(
+        "overlap-kernel-not-told",
+        4,
+        OPTIONS,
+        "test_kernels_wait_for_the_kernel_before",
+        "the launch is early and the kernel's PDL is false, so it does not wait",
+        ('{"PDL": True, "launch_pdl": True}', '{"PDL": False, "launch_pdl": True}'),
+    ),
+    waste(
+        "overlap-next-never",
+        4,
+        KERNEL,
+        "test_kernels_wait_for_the_kernel_before",
+        "the kernel waits, but never lets the next one begin (handout section 5)",
+        (_LETS_GO, ""),
+    ),
+    waste(
+        "overlap-next-after-the-loop",
+        4,
+        KERNEL,
+        "test_kernels_wait_for_the_kernel_before",
+        "the next kernel may begin after the loop, where nothing is left to overlap (section 5)",
+        (_LETS_GO, ""),
+        ("        # Stored also where", _LETS_GO + "        # Stored also where"),
+    ),
+    waste(
+        "overlap-merge-lets-the-next-begin",
+        4,
+        MERGE,
+        "test_kernels_wait_for_the_kernel_before",
+        "the next kernel's programs take the places of the merge's (handout section 5)",
+        (
+            "        # Running state of the row",
+            "        if PDL:\n            tl.extra.cuda.gdc_launch_dependents()\n"
+            "        # Running state of the row",
+        ),
+    ),
     cheat(
         "decode-merged-in-torch",
         4,
@@ -897,6 +978,15 @@ STEP_5 = [
         "test_paged_decode_unused_slots_hold_nan",
         "entries that no key needs are refused",
         ("used = page_table[first_keys[None, :] < seq_lens[:, None]]", "used = page_table"),
+    ),
+    bug(
+        "overlap-paged-wait-after-load",
+        5,
+        PAGED,
+        "test_paged_kernel_waits_for_the_kernel_before",
+        "the length is loaded before the kernel waits for whoever writes it (handout section 5)",
+        (_WAIT, ""),
+        (_LETS_GO, _WAIT + _LETS_GO),
     ),
     waste(
         "paged-chunks-of-the-longest",

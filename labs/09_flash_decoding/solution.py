@@ -31,7 +31,7 @@ except ImportError:  # macOS: steps 1 and 2 and append_kv still run
 # Programs given to a multiprocessor, all of which run at once. Through a page table fewer loads
 # are in flight in each, so it takes more of them.
 PROGRAMS_PER_SM, PAGED_PROGRAMS_PER_SM = 2, 4
-NUM_WARPS, NUM_STAGES = 4, 3
+PAGED_WARPS, NUM_STAGES = 4, 3
 EXAMPLE_CARD = 30  # multiprocessors of the handout's card; used where there is no card
 
 
@@ -159,6 +159,7 @@ if triton is not None:
         D: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
+        PDL: tl.constexpr,
     ):
         # Ids are int64: times a stride they can pass 2**31.
         pid = tl.program_id(0).to(tl.int64)  # (b * H_kv + h) * n_splits + split
@@ -169,6 +170,8 @@ if triton is not None:
         offs_d = tl.arange(0, D)  # (D,)
         heads = h * G + offs_m  # (BLOCK_M,)
         q_ptrs = q_ptr + b * stride_qb + heads[:, None] * stride_qh + offs_d[None, :]
+        if PDL:  # only arithmetic so far; what is read from here on may be another kernel's
+            tl.extra.cuda.gdc_wait()
         q = tl.load(q_ptrs, mask=offs_m[:, None] < G, other=0.0)  # (BLOCK_M, D)
 
         # Whole tiles are dealt out, so that only the last chunk can have a ragged one.
@@ -183,6 +186,8 @@ if triton is not None:
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
+        if PDL:  # the next kernel may begin; it waits for the end of this one
+            tl.extra.cuda.gdc_launch_dependents()
         for start_n in range(lo, hi, BLOCK_N):
             visible = start_n + offs_n < S  # (BLOCK_N,)
             k = tl.load(k_ptrs, mask=visible[:, None], other=0.0)  # (BLOCK_N, D)
@@ -207,7 +212,7 @@ if triton is not None:
         tl.store(acc_ptrs, acc, mask=offs_m[:, None] < G)
 
 
-def split_partials(q, k, v, n_splits, block_n=None, num_warps=NUM_WARPS, num_stages=NUM_STAGES):
+def split_partials(q, k, v, n_splits, block_n=None, num_warps=None, num_stages=NUM_STAGES):
     """Partial results of attention of one query a head, one program for each chunk and key head.
 
     Args:
@@ -217,7 +222,8 @@ def split_partials(q, k, v, n_splits, block_n=None, num_warps=NUM_WARPS, num_sta
             if the elements of a row are adjacent.
         n_splits: number of chunks, from 1 up.
         block_n: keys of a tile, a power of two from 16 up; None: as many as 16 KiB hold, 16 to 128.
-        num_warps, num_stages: Triton's: warps of a program, and key tiles in flight.
+        num_warps, num_stages: Triton's: warps of a program (None: 2 where each key head has one
+            query head, else 4), and key tiles in flight.
 
     Returns:
         (m, l, acc) as merge_accumulators takes them, float32: (n_splits, B, H), (n_splits, B, H),
@@ -252,8 +258,9 @@ def split_partials(q, k, v, n_splits, block_n=None, num_warps=NUM_WARPS, num_sta
             D=D,
             BLOCK_M=max(16, triton.next_power_of_2(H // H_kv)),
             BLOCK_N=block_n,
-            num_warps=num_warps,
+            num_warps=num_warps or default_warps(H // H_kv),
             num_stages=num_stages,
+            **pdl_options(_split_kernel, q.device),
         )
     return m, l, acc
 
@@ -275,6 +282,11 @@ def _block_n(q, block_n=None) -> int:
         return min(128, max(16, 16_384 // (q.shape[-1] * q.element_size())))
     check_kernel_blocks(block_n=block_n)
     return block_n
+
+
+def default_warps(group) -> int:
+    """Warps of a program: 2 where a key head has one query head, else 4."""
+    return 2 if group == 1 else 4
 
 
 def _empty_partials(q, n_splits):
@@ -313,7 +325,10 @@ if triton is not None:
         n_splits,
         D: tl.constexpr,
         BLOCK_C: tl.constexpr,
+        PDL: tl.constexpr,
     ):
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         row = tl.program_id(0).to(tl.int64)  # b * H + h
         offs_c = tl.arange(0, BLOCK_C)  # (BLOCK_C,)
         offs_d = tl.arange(0, D)  # (D,)
@@ -366,7 +381,18 @@ def merge_partials(m, l, acc, dtype):
     lse = torch.empty(B, H, 1, dtype=torch.float32, device=acc.device)
     block_c = min(64, triton.next_power_of_2(C))
     with torch.cuda.device_of(acc):
-        _merge_kernel[(B * H,)](m, l, acc, out, lse, C, D=D, BLOCK_C=block_c, num_warps=4)
+        _merge_kernel[(B * H,)](
+            m,
+            l,
+            acc,
+            out,
+            lse,
+            C,
+            D=D,
+            BLOCK_C=block_c,
+            num_warps=4,
+            **pdl_options(_merge_kernel, acc.device),
+        )
     return out, lse
 
 
@@ -375,6 +401,26 @@ def multiprocessors(device) -> int:
     if device.type != "cuda":
         return EXAMPLE_CARD
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def capability(device) -> tuple[int, int]:
+    """Compute capability of a card; (0, 0) where kernels run in the interpreter."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+def pdl_options(kernel, device) -> dict:
+    """Launch options of `kernel`: whether it may begin before the kernel in front of it has ended.
+
+    Programmatic dependent launch (handout section 5), from compute capability 9.0 on. Such a kernel
+    must wait by itself, or it reads what is not written yet: only one that calls gdc_wait is
+    launched so. Whether it calls it before it reads is for the tests to see.
+    """
+    waits = "gdc_wait" in kernel.fn.__code__.co_names  # names that its code uses, comments aside
+    if waits and capability(device) >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait"):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 def flash_decode(q, k, v, n_splits=None, **config):
@@ -429,6 +475,7 @@ if triton is not None:
         PAGE: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
+        PDL: tl.constexpr,
     ):
         # Ids are int64: times a stride they can pass 2**31.
         pid = tl.program_id(0).to(tl.int64)  # (b * H_kv + h) * n_splits + split
@@ -439,6 +486,8 @@ if triton is not None:
         offs_d = tl.arange(0, D)  # (D,)
         heads = h * G + offs_m  # (BLOCK_M,)
         q_ptrs = q_ptr + b * stride_qb + heads[:, None] * stride_qh + offs_d[None, :]
+        if PDL:  # only arithmetic so far; what is read from here on may be another kernel's
+            tl.extra.cuda.gdc_wait()
         q = tl.load(q_ptrs, mask=offs_m[:, None] < G, other=0.0)  # (BLOCK_M, D)
 
         S = tl.load(lens_ptr + b)  # this sequence's own length; 0 leaves every chunk empty
@@ -450,6 +499,8 @@ if triton is not None:
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
+        if PDL:  # the next kernel may begin; it waits for the end of this one
+            tl.extra.cuda.gdc_launch_dependents()
         for start_n in range(lo, hi, BLOCK_N):
             cols = start_n + offs_n  # (BLOCK_N,)
             visible = cols < S  # (BLOCK_N,)
@@ -487,7 +538,7 @@ def paged_partials(
     seq_lens,
     n_splits,
     block_n=None,
-    num_warps=NUM_WARPS,
+    num_warps=PAGED_WARPS,
     num_stages=NUM_STAGES,
 ):
     """Partial results against a paged cache; arguments as paged_decode, results as split_partials.
@@ -525,6 +576,7 @@ def paged_partials(
             BLOCK_N=block_n,
             num_warps=num_warps,
             num_stages=num_stages,
+            **pdl_options(_paged_split_kernel, q.device),
         )
     return m, l, acc
 

@@ -6,11 +6,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from labs import _impl
 from labs._harness import memory, oracle, runtime
 from labs._harness.cases import (
     check_compiles,
@@ -541,6 +547,7 @@ def check_rejects(decode, q, k, v):
 @pytest.mark.timeout(240)
 def test_split_kernel_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "split_partials")
+    check_compiles(lab, request, "split_partials", group=1, num_warps=2)
 
 
 @step3
@@ -756,6 +763,200 @@ def test_merge_kernel_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "merge_partials")
 
 
+# Compiles what a lab's launchers would launch on a Hopper card, in a process without the
+# interpreter, and prints a JSON line for each kernel.
+FOR_HOPPER = """
+import json, sys
+from labs import _impl
+from labs._harness import compiler, runtime
+
+lab, file, *launchers = sys.argv[1:]
+version = runtime.setup().triton_version
+runtime.setup = lambda: runtime.Runtime("cpu", False, version, "compiling only")
+runtime.check_launch = lambda **tensors: None
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+fd = _impl.load(lab, file)
+fd.capability = lambda device: (9, 0)
+launches = _impl.load(lab, str(_impl.LABS / lab / "bench.py")).launches(fd)
+for name in launchers:
+    for one in compiler._record(launches[name]):
+        source = ASTSource(one.fn, one.signature, one.constexprs, one.attrs)
+        target = GPUTarget("cuda", 90, 32)
+        ptx = triton.compile(source, target=target, options=dict(one.options)).asm["ptx"]
+        place = one.fn.arg_names.index("PDL")
+        said = [one.constexprs[place,], one.options.get("launch_pdl")]
+        print(json.dumps([one.fn.__name__, said, ptx]))
+"""
+EVENTS = {
+    "wait": r"griddepcontrol\.wait",
+    "launch": r"griddepcontrol\.launch_dependents",
+    "load": r"\bld\.global|\bcp\.async\.c[ag]",
+    "store": r"\bst\.global",
+    "product": r"\bmma\.sync|\bwgmma\.mma_async",
+}
+
+
+def events_on_hopper(lab, tmp_path, *launchers) -> dict[str, list[str]]:
+    """Kernel -> what its PTX for sm_90 does, in order, of EVENTS; launched as on such a card."""
+    folder = str(tmp_path)
+    env = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": folder}
+    env |= {"PYTHONPATH": str(_impl.ROOT), "TRITON_CACHE_DIR": folder}
+    command = [sys.executable, "-c", FOR_HOPPER, "09_flash_decoding", str(lab.file), *launchers]
+    done = subprocess.run(command, env=env, cwd=_impl.ROOT, capture_output=True, text=True)
+    said = " | ".join(done.stderr.strip().splitlines()[-4:])
+    assert done.returncode == 0, f"{', '.join(launchers)}, compiled as for a Hopper card: {said}"
+    found = {}
+    for line in done.stdout.splitlines():
+        kernel, said, ptx = json.loads(line)
+        assert said == [True, True], f"{kernel}: PDL and launch_pdl are one choice: got {said}"
+        lines = ptx.splitlines()
+        found[kernel] = [what for x in lines for what in EVENTS if re.search(EVENTS[what], x)]
+    return found
+
+
+def check_waits(kernel, events):
+    """The wait stands before all that touches global memory."""
+    assert events[:1] == ["wait"], (
+        f"{kernel} is launched before the kernel in front of it has ended, and must wait before "
+        f"its first load: its PTX for sm_90 begins with {', '.join(events[:4])}"
+    )
+
+
+def check_lets_the_next_begin(kernel, events):
+    assert "launch" in events, f"{kernel} waits, but never lets the next kernel begin"
+    assert events.index("launch") < events.index("product"), (
+        f"{kernel} lets the next kernel begin only after its loop: there is nothing left to overlap"
+    )
+
+
+def waits(kernel) -> bool:
+    """Whether a kernel calls gdc_wait, the last part of section 5."""
+    return "gdc_wait" in kernel.fn.__code__.co_names
+
+
+@step4
+@needs_compiler
+@pytest.mark.timeout(120)
+def test_kernels_wait_for_the_kernel_before(lab, tmp_path):
+    kernels = {"split_partials": lab._split_kernel, "merge_partials": lab._merge_kernel}
+    launchers = [name for name, kernel in kernels.items() if waits(kernel)]
+    if not launchers:
+        pytest.skip("optional: no kernel calls gdc_wait (handout section 5)")
+    for kernel, events in events_on_hopper(lab, tmp_path, *launchers).items():
+        check_waits(kernel, events)
+        if kernel == "_split_kernel":
+            check_lets_the_next_begin(kernel, events)
+        else:
+            assert "launch" not in events, (
+                f"{kernel} lets the next kernel begin: its programs take places that this one's "
+                "still need (10% slower on an H200)"
+            )
+
+
+@step4
+def test_a_kernel_that_does_not_wait_is_not_launched_early(lab, monkeypatch):
+    lab.choose_splits(1, 1, 1)  # of this step: says so while it is unwritten
+
+    class Kernel:
+        def __init__(self, fn):
+            self.fn = fn
+
+    def waits():
+        tl.extra.cuda.gdc_wait()  # noqa: F821 - never called
+
+    def talks_of_it():
+        return "gdc_wait"  # gdc_wait()
+
+    cpu = torch.device("cpu")
+    assert lab.pdl_options(Kernel(waits), cpu) == {"PDL": False}, "not on a CPU"
+    for card, want in (((9, 0), True), ((12, 0), True), ((8, 9), False)):
+        set_capability(monkeypatch, lab, card)
+        got = lab.pdl_options(Kernel(waits), cpu)
+        assert got["PDL"] == got.get("launch_pdl", False) == want, f"{card}: got {got}"
+        got = lab.pdl_options(Kernel(talks_of_it), cpu)
+        assert got == {"PDL": False}, f"{card}, a kernel that does not wait: got {got}"
+
+
+def set_capability(monkeypatch, lab, card):
+    code = lab.flash_decode.__wrapped__.__globals__
+    monkeypatch.setitem(code, "capability", lambda device: card)
+
+
+hopper_only = pytest.mark.skipif(
+    here.device != "cuda" or torch.cuda.get_device_capability() < (9, 0),
+    reason="needs a card of compute capability 9.0 or newer",
+)
+
+
+def check_overlap(monkeypatch, lab, call, q, calls=8, rounds=20):
+    """The same bits whether each kernel begins after the one before has ended, or earlier.
+
+    Args:
+        call: q -> (out, lse), of the lab, without the guard, whose kernels would come between.
+        q: the first call's queries. Each other call takes the output of the one before, so that a
+            kernel that does not wait reads what is not written yet, or what an older call left.
+    """
+
+    def chain(x):
+        found = []
+        for _ in range(calls):
+            x, lse = call(x)
+            found.append((x, lse))
+        return found
+
+    def compare(found, how):
+        torch.cuda.synchronize()
+        for number, (got, true) in enumerate(zip(found, want, strict=True)):
+            for a, b, name in zip(got, true, ("out", "lse"), strict=True):
+                assert torch.equal(a, b), f"{how}: {name} of call {number} is another with overlap"
+
+    # Filling torch.empty with NaN would put a kernel between the two, too.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    with monkeypatch.context() as off:
+        set_capability(off, lab, (0, 0))
+        want = chain(q)
+        torch.cuda.synchronize()
+    assert all(torch.isfinite(out).all() for out, _ in want)
+    for _ in range(rounds):
+        compare(chain(q), "back to back")
+    static = q.clone()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        chain(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(static)
+    for turn in range(rounds):
+        static.fill_(NAN)  # so that what an older call left is NaN
+        graph.replay()
+        static.copy_(q)
+        for _ in range(1 + turn % 2):
+            graph.replay()
+        compare(found, "CUDA graph")
+
+
+def scaled(v):
+    """v times what keeps outputs near 1, however many keys are averaged."""
+    return v * math.sqrt(v.shape[2] / math.e)
+
+
+@step4
+@hopper_only
+@pytest.mark.parametrize(("H", "kv_heads", "S"), [(8, 8, 4096), (32, 8, 2048), (2, 1, 100)])
+def test_flash_decode_overlapped_gives_the_same_bits(lab, device, monkeypatch, H, kv_heads, S):
+    q, k, v = oracle.qkv(1, H, 1, 128, S=S, kv_heads=kv_heads, dtype=BF16, device=device)
+    v = scaled(v)
+    check_decode(lab, q, k, v)
+    if not waits(lab._merge_kernel):
+        pytest.skip("optional: _merge_kernel does not call gdc_wait (handout section 5)")
+    check_overlap(monkeypatch, lab, lambda x: lab.flash_decode.__wrapped__(x, k, v), q)
+
+
 @step4
 def test_flash_decode_rejects(lab, device):
     q, k, v = oracle.qkv(1, 4, 1, 16, S=8, kv_heads=2, device=device)
@@ -938,6 +1139,30 @@ def test_paged_kernel_offsets_beyond_32_bits(lab, device):
 @pytest.mark.timeout(240)
 def test_paged_kernel_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "paged_partials")
+
+
+@step5
+@needs_compiler
+@pytest.mark.timeout(120)
+def test_paged_kernel_waits_for_the_kernel_before(lab, tmp_path):
+    if not waits(lab._paged_split_kernel):
+        pytest.skip("optional: _paged_split_kernel does not call gdc_wait (handout section 5)")
+    for kernel, events in events_on_hopper(lab, tmp_path, "paged_partials").items():
+        check_waits(kernel, events)
+        check_lets_the_next_begin(kernel, events)
+
+
+@step5
+@hopper_only
+def test_paged_decode_overlapped_gives_the_same_bits(lab, device, monkeypatch):
+    q, k, v = oracle.qkv(2, 8, 1, 128, S=600, kv_heads=2, dtype=BF16, device=device)
+    v, lens = scaled(v), [600, 77]
+    check_paged(lab, q, k, v, lens, 16)
+    if not waits(lab._merge_kernel) and not waits(lab._paged_split_kernel):
+        pytest.skip("optional: no kernel calls gdc_wait (handout section 5)")
+    cache = pages_of(k, v, lens, 16)
+    decode = lab.paged_decode.__wrapped__
+    check_overlap(monkeypatch, lab, lambda x: decode(x, *cache, check_values=False), q)
 
 
 @step5

@@ -85,6 +85,34 @@ def test_kernel_visits_in_the_order_of_its_programs():
     assert "right" in found.verdict
 
 
+@needs_interpreter
+@pytest.mark.parametrize("step", [3, 4, 5])
+def test_decoding_shows_chunks_and_tiles(step):
+    """Lab 09: query heads stand for queries, and each chunk counts its tiles from 1."""
+    lab = "09_flash_decoding"
+    if not (_impl.LABS / lab / "solution.py").is_file():
+        pytest.skip("needs the lab's reference")
+    chosen = options("--step", step, "--T", 100, "--block-m", 64)
+    choices = bench.lab_bench(_impl.LABS / lab).traced(_impl.load(lab, "solution"), chosen)
+    found = trace.trace(next(t for t in choices if t.step == step), chosen)
+    assert letters(found) == ["F" * 7] * 2
+    assert orders(found) == [[[1], [2], [3], [1], [2], [3], [4]]] * 2
+    assert found.numbers[1][1] == found.numbers[1][2]
+    assert "right" in found.verdict
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("args", "want"),
+    [(["--causal"], "leave out --causal"), (["--block-n", 11], "block_n must be a power of two")],
+)
+def test_decoding_refuses_in_one_line(args, want, capsys):
+    assert command("09", "--impl", "solution", *args) == 2
+    captured = capsys.readouterr()
+    assert want in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
 GOLDEN = """\
     key    0   11   22
 query
