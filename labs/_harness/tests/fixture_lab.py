@@ -88,7 +88,7 @@ def check(name, want, got):
 
 
 @pytest.mark.step(1)
-@pytest.mark.timeout(2)
+@pytest.mark.timeout(8)  # only a fault that never ends gets that far, on a busy machine too
 @pytest.mark.parametrize("n", [1, 17, 40])
 def test_shift(lab, n):
     x = oracle.inputs(n)
