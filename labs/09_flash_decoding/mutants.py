@@ -790,7 +790,7 @@ STEP_4 = [
         4,
         MERGE,
         "test_kernels_wait_for_the_kernel_before",
-        "the next kernel's programs take the places of the merge's (handout section 5)",
+        "the merge lets the next split begin while this one's programs still run (section 5)",
         (
             "        # Running state of the row",
             "        if PDL:\n            tl.extra.cuda.gdc_launch_dependents()\n"

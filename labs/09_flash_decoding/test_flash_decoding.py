@@ -852,8 +852,8 @@ def test_kernels_wait_for_the_kernel_before(lab, tmp_path):
             check_lets_the_next_begin(kernel, events)
         else:
             assert "launch" not in events, (
-                f"{kernel} lets the next kernel begin: its programs take places that this one's "
-                "still need (10% slower on an H200)"
+                f"{kernel} lets the next kernel begin, which made the whole 10% slower on an H200 "
+                "(handout section 5)"
             )
 
 

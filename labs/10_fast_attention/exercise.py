@@ -767,6 +767,7 @@ if triton is not None:
     ):
         # TODO step 5 (about 32 lines; handout section 6)
         #   head and tile as in step 3; a descriptor each for q, k, v, of this head's rows only
+        #   q is loaded with a row number of its own: section 6, "the number that q is loaded with"
         #   specialised: one loop, masked if any tile needs it; late: as `_late`; else two loops
         tl.static_assert(False, "lab 10 step 5: write _tma_kernel")
 

@@ -843,7 +843,10 @@ if triton is not None:
         k_desc = tl.make_tensor_descriptor(k_ptr + bh * S * D, [S, D], [D, 1], [BLOCK_N, D])
         v_desc = tl.make_tensor_descriptor(v_ptr + bh * S * D, [S, D], [D, 1], [BLOCK_N, D])
         offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
-        q = q_desc.load([pid_m * BLOCK_M, 0])  # (BLOCK_M, D)
+        row = pid_m * BLOCK_M
+        if WARP_SPECIALIZE:  # a number of its own: section 6, "the number that q is loaded with"
+            row = (pid_m + 1) * BLOCK_M - BLOCK_M
+        q = q_desc.load([row, 0])  # (BLOCK_M, D)
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
