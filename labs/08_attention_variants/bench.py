@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from labs._harness.bench import Check, Provider, Sweep
+from labs._harness.trace import Traced
 
 WINDOW = 1024
 LENGTHS = [2048, 4096, 8192, 16384]
@@ -170,9 +171,48 @@ def check(av, options, gpu) -> list[Check]:
     return found
 
 
-# ---------------------------------------------------------------- X-ray
+# ---------------------------------------------------------------- trace and X-ray
+def traced(av, options) -> list[Traced]:
+    """What `python -m labs trace 08` can run: step 3's loops first, where they take such tiles.
+
+    Causal queries stand at 0 to T - 1. Without --causal all of them see every key: as queries at
+    an offset of T - 1, which a window of 2 T leaves all keys, or as one packed sequence.
+    """
+    T, tile = options.T, {"block_m": options.block_m, "block_n": options.block_n}
+    offset = 0 if options.causal else T - 1
+
+    def online(q, k, v):
+        places = torch.arange(T) if options.causal else torch.tensor([offset])
+        out = av.online_attention(q, k, v, query_positions=places, tile=options.block_n)
+        s = q[0, 0].double().numpy() @ k[0, 0].double().numpy().T / math.sqrt(q.shape[-1])
+        s = torch.from_numpy(s)  # numpy: the trace follows PyTorch, and this is not the lab's work
+        hidden = torch.arange(T)[None, :] > places[:, None]
+        return out, s.masked_fill(hidden, -math.inf).logsumexp(dim=-1).float()[None, None]
+
+    def whole(q, k, v):
+        return av.attention(q, k, v, query_offset=offset, **tile)
+
+    def loops(q, k, v):
+        return av.attention(q, k, v, query_offset=offset, window=2 * T, **tile)
+
+    def packed(q, k, v):
+        cu = torch.tensor([0, T], dtype=torch.int32)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (T, 1, D)
+        out, lse = av.varlen_attention(q, k, v, cu, cu, causal=options.causal, **tile)
+        return out.transpose(0, 1)[None], lse[None]
+
+    step1 = Traced(1, "online_attention", online)
+    kernels = [
+        Traced(3, "_attend", loops, True),
+        Traced(2, "attention", whole, True),
+        Traced(5, "varlen_attention", packed, True),
+    ]
+    fits = all(b >= 16 and b & (b - 1) == 0 for b in (options.block_m, options.block_n))
+    return [*kernels, step1] if fits else [step1, *kernels]
+
+
 def launches(
-    av, block_m=64, block_n=64, num_warps=4, num_stages=2, head_dim=64, dtype="float16"
+    av, block_m=64, block_n=64, num_warps=4, num_stages=3, head_dim=64, dtype="float16"
 ) -> dict:
     """Launcher name -> a call that launches its kernels once, for the X-ray to compile."""
     kind = getattr(torch, dtype)

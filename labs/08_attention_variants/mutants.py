@@ -163,6 +163,14 @@ def online_attention(q, k, v, query_positions=None, key_positions=None, tile=16)
 """,
     ),
     waste(
+        "online-converted-at-once",
+        1,
+        ONLINE,
+        "test_online_attention_work",
+        "half K and V are converted to float32 whole, not a tile at a time",
+        ("    G = H // H_kv\n", "    G = H // H_kv\n    k, v = k.float(), v.float()\n"),
+    ),
+    waste(
         "online-one-big-tile",
         1,
         ONLINE,
@@ -329,6 +337,14 @@ STEP_2 = [
         ),
     ),
     bug(
+        "kernel-half-acc",
+        2,
+        KERNEL,
+        "test_attention_sums_in_float32",
+        "the output accumulates in the dtype of v",
+        ("acc * alpha[:, None]", "(acc * alpha[:, None]).to(v.dtype).to(tl.float32)"),
+    ),
+    bug(
         "kernel-lse-base-2",
         2,
         KERNEL,
@@ -351,6 +367,14 @@ STEP_2 = [
         "test_attention_offsets_beyond_32_bits",
         "a query's number times its stride wraps past 2**31",
         ("rows = offs_m.to(tl.int64)[:, None]", "rows = offs_m[:, None]"),
+    ),
+    bug(
+        "kernel-32-bit-programs",
+        2,
+        KERNEL,
+        "test_attention_offsets_beyond_32_bits",
+        "a head's number times its stride wraps past 2**31 (handout section 3)",
+        ("bh = (pid // tiles).to(tl.int64)", "bh = pid // tiles"),
     ),
     bug(
         "kernel-v-unmasked",
@@ -389,6 +413,23 @@ STEP_2 = [
             "hi = tl.minimum(S, offset + tl.minimum(T, (pid_m + 1) * BLOCK_M))",
             "hi = S",
         ),
+    ),
+    waste(
+        "kernel-padding-rows-decide",
+        2,
+        KERNEL,
+        "test_attention_moves_few_bytes",
+        "the loop runs to the last key of a tile's padding rows, past that of its last real row "
+        "(handout section 3)",
+        ("tl.minimum(T, (pid_m + 1) * BLOCK_M))", "(pid_m + 1) * BLOCK_M)"),
+    ),
+    waste(
+        "kernel-runs-past-the-end",
+        2,
+        KERNEL,
+        "test_attention_moves_few_bytes",
+        "an offset beyond S - T makes the loop run on past the last key (handout section 3)",
+        ("hi = tl.minimum(S, offset + ", "hi = (offset + "),
     ),
     waste(
         "launch-keys-repeated",
@@ -573,6 +614,25 @@ STEP_3 = [
         ("scale_log2 = scale * 1.4426950408889634", "scale_log2 = scale * 1.0"),
     ),
     bug(
+        "window-half-acc",
+        3,
+        ATTEND,
+        "test_window_sums_in_float32",
+        "the output accumulates in the dtype of v",
+        ("acc * alpha[:, None]", "(acc * alpha[:, None]).to(v.dtype).to(tl.float32)"),
+    ),
+    bug(
+        "window-half-sum",
+        3,
+        ATTEND,
+        "test_window_sums_in_float32",
+        "the row sum is kept in the dtype of v",
+        (
+            "l_i = l_i * alpha + tl.sum(p, axis=1)",
+            "l_i = (l_i * alpha + tl.sum(p, axis=1)).to(v.dtype).to(tl.float32)",
+        ),
+    ),
+    bug(
         "window-lse-unscaled",
         3,
         ATTEND,
@@ -611,6 +671,14 @@ STEP_3 = [
         "test_window_bytes_grow_with_T_times_W",
         "tiles before the window are loaded and masked away (handout section 4)",
         ("tl.maximum(low - window + 1, 0)", "0"),
+    ),
+    waste(
+        "window-runs-past-the-end",
+        3,
+        ATTEND,
+        "test_window_moves_few_bytes",
+        "tiles past the last key, where a large offset puts the window, are computed and masked",
+        ("hi = tl.minimum(S, high)", "hi = high"),
     ),
     waste(
         "window-one-tile-more",
@@ -724,6 +792,17 @@ STEP_4 = [
         ),
     ),
     bug(
+        "projected-tiles-lost",
+        4,
+        PROJECTED,
+        "test_layouts_rejects",
+        "the tile sizes are not passed on",
+        (
+            "attention(q, k, v, query_offset, window, **tiles)",
+            "attention(q, k, v, query_offset, window)",
+        ),
+    ),
+    bug(
         "projected-accepts-anything",
         4,
         PROJECTED,
@@ -834,6 +913,14 @@ STEP_5 = [
         "test_varlen_offsets_beyond_32_bits",
         "a token's number times its stride wraps past 2**31 (handout section 6)",
         ("k_start = tl.load(cu_k_ptr + n).to(tl.int64)", "k_start = tl.load(cu_k_ptr + n)"),
+    ),
+    bug(
+        "varlen-32-bit-heads",
+        5,
+        VARLEN,
+        "test_varlen_offsets_beyond_32_bits",
+        "a head's number times its stride wraps past 2**31 (handout section 6)",
+        ("h = (pid // tiles % H).to(tl.int64)", "h = pid // tiles % H"),
     ),
     bug(
         "varlen-spare-tokens",

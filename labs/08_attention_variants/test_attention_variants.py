@@ -46,14 +46,24 @@ F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat1
 INF = math.inf
 
 here = runtime.setup()
-torch_dtypes = pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=str)
-score_kinds = pytest.mark.parametrize("kind", ["large", "growing", "shrinking", "equal", "low"])
+SCORE_KINDS = ("large", "growing", "shrinking", "equal", "low")
 step1 = step(1)
 step2 = step(2, needs_triton)
 step3 = step(3, needs_triton)
 step4 = step(4, needs_triton)
 step5 = step(5, needs_triton)
 step6 = step(6)
+
+
+@contextlib.contextmanager
+def case(**values):
+    """Adds to a failure within the block which case of the test it is."""
+    try:
+        yield
+    except AssertionError as error:
+        text = ", ".join(f"{name}={value}" for name, value in values.items())
+        error.args = (f"{error}\n  in the case {text}",)
+        raise
 
 
 def seen(T, S, offset=None, window=None, device="cpu"):
@@ -98,44 +108,44 @@ def check_rejects(attention, q, k, v):
 
 
 def check_online(lab, q, k, v, tile=16, queries=None, keys=None):
-    got = lab.online_attention(q, k, v, query_positions=queries, key_positions=keys, tile=tile)
     B, T, S, device = q.shape[0], q.shape[2], k.shape[2], q.device
-    queries = torch.arange(S - T, S, device=device) if queries is None else queries
-    keys = torch.arange(S, device=device) if keys is None else keys
-    visible = keys.expand(B, S)[:, None, None, :] <= queries.expand(B, T)[:, None, :, None]
-    want, _ = oracle.attention(q, k, v, visible=visible, tiles=(T, tile))
-    want.name = "online_attention"
-    want.check(got)
+    with case(T=T, S=S, tile=tile):
+        got = lab.online_attention(q, k, v, query_positions=queries, key_positions=keys, tile=tile)
+        queries = torch.arange(S - T, S, device=device) if queries is None else queries
+        keys = torch.arange(S, device=device) if keys is None else keys
+        visible = keys.expand(B, S)[:, None, None, :] <= queries.expand(B, T)[:, None, :, None]
+        want, _ = oracle.attention(q, k, v, visible=visible, tiles=(T, tile))
+        want.name = "online_attention"
+        want.check(got)
 
 
 @step1
-@pytest.mark.parametrize(
-    ("T", "S", "tile"),
-    [(1, 1, 16), (33, 33, 7), (33, 33, 64), (5, 40, 16), (1, 37, 5), (29, 30, 1)],
-)
 @pytest.mark.parametrize(("H", "kv_heads"), [(3, 3), (6, 2), (4, 1)])
-def test_online_attention_matches_definition(lab, device, T, S, tile, H, kv_heads):
-    q, k, v = oracle.qkv(2, H, T, 8, S=S, kv_heads=kv_heads, device=device)
-    check_online(lab, q, k, v, tile)
+def test_online_attention_matches_definition(lab, device, H, kv_heads):
+    for T, S, tile in ((1, 1, 16), (33, 33, 7), (33, 33, 64), (5, 40, 16), (1, 37, 5), (29, 30, 1)):
+        q, k, v = oracle.qkv(2, H, T, 8, S=S, kv_heads=kv_heads, device=device)
+        check_online(lab, q, k, v, tile)
 
 
 @step1
-@torch_dtypes
-def test_online_attention_dtypes(lab, device, dtype):
-    check_online(lab, *oracle.qkv(1, 4, 21, 16, S=29, kv_heads=2, dtype=dtype, device=device), 8)
+def test_online_attention_dtypes(lab, device):
+    for dtype in (F64, F32, F16, BF16):
+        q, k, v = oracle.qkv(1, 4, 21, 16, S=29, kv_heads=2, dtype=dtype, device=device)
+        check_online(lab, q, k, v, 8)
 
 
 @step1
 def test_online_attention_sums_in_float32(lab, device):
-    # 640 equal terms, one key a tile: a sum kept in bfloat16 (8 bits) stops growing at 256.
-    q, k, v = oracle.qkv(1, 2, 1, 8, S=640, kv_heads=1, dtype=BF16, device=device)
+    # 400 equal terms, one key a tile: a sum kept in bfloat16 (8 bits) stops growing at 256.
+    q, k, v = oracle.qkv(1, 2, 1, 8, S=400, kv_heads=1, dtype=BF16, device=device)
     check_online(lab, q * 0, k, v + 1, 1)
 
 
 @step1
-@score_kinds
-def test_online_attention_score_ranges(lab, device, kind):
-    check_online(lab, *oracle.qkv(1, 2, 40, 16, kind=kind, device=device), 8)
+def test_online_attention_score_ranges(lab, device):
+    for kind in SCORE_KINDS:
+        with case(kind=kind):
+            check_online(lab, *oracle.qkv(1, 2, 40, 16, kind=kind, device=device), 8)
 
 
 @step1
@@ -155,47 +165,50 @@ def test_online_attention_field_report_offsets(lab, device):
 
 
 @step1
-@pytest.mark.parametrize("tile", [3, 16])
-def test_online_attention_positions(lab, device, tile):
+def test_online_attention_positions(lab, device):
     B, T, S = 2, 5, 23
     q, k, v = oracle.qkv(B, 4, T, 8, S=S, kv_heads=2, device=device)
     order = torch.stack([torch.randperm(S) for _ in range(B)]).to(device)
-    check_online(lab, q, k, v, tile, keys=order)  # as in a cache that wraps around
-    check_online(lab, q, k, v, tile, queries=torch.tensor([3, 22, 7, 0, 11], device=device))
     each = torch.tensor([[4, 5, 6, 7, 8], [10, 40, 12, 13, 90]], device=device)
-    check_online(lab, q, k, v, tile, queries=each, keys=order)
-    check_online(lab, q, k, v, tile, queries=each[:, :1])  # (B, 1) broadcasts
-    check_online(lab, q, k, v, tile, keys=order[:1].int())
+    for tile in (3, 16):
+        check_online(lab, q, k, v, tile, keys=order)  # as in a cache that wraps around
+        check_online(lab, q, k, v, tile, queries=torch.tensor([3, 22, 7, 0, 11], device=device))
+        check_online(lab, q, k, v, tile, queries=each, keys=order)
+        check_online(lab, q, k, v, tile, queries=each[:, :1])  # (B, 1) broadcasts
+        check_online(lab, q, k, v, tile, keys=order[:1].int())
 
 
 @step1
-@pytest.mark.parametrize("tile", [4, 16])
-def test_online_attention_rows_blind_in_the_first_tiles(lab, device, tile):
+def test_online_attention_rows_blind_in_the_first_tiles(lab, device):
     # Keys in falling order: the first tiles of keys are in the future of most queries.
     q, k, v = oracle.qkv(1, 2, 20, 8, S=32, device=device)
     falling = torch.arange(31, -1, -1, device=device)
-    check_online(lab, q, k, v, tile, queries=torch.arange(20, device=device), keys=falling)
+    for tile in (4, 16):
+        check_online(lab, q, k, v, tile, queries=torch.arange(20, device=device), keys=falling)
 
 
 @step1
-@pytest.mark.parametrize("DV", [1, 5, 24])
-def test_online_attention_value_dim(lab, device, DV):
+def test_online_attention_value_dim(lab, device):
     q, k, _ = oracle.qkv(2, 4, 9, 8, S=13, kv_heads=2, device=device)
-    check_online(lab, q, k, oracle.inputs(2, 2, 13, DV, device=device), 4)
+    for DV in (1, 5, 24):
+        with case(DV=DV):
+            check_online(lab, q, k, oracle.inputs(2, 2, 13, DV, device=device), 4)
 
 
 @step1
-@pytest.mark.parametrize("layout", ["transposed", "strided"])
-def test_online_attention_layouts(lab, device, layout):
-    q, k, v = oracle.qkv(2, 4, 21, 8, kv_heads=2, device=device, layout=layout)
-    check_online(lab, q, k, v, 8)
-    check_online(lab, q.contiguous(), k.contiguous(), v, 8)
+def test_online_attention_layouts(lab, device):
+    for layout in ("transposed", "strided"):
+        q, k, v = oracle.qkv(2, 4, 21, 8, kv_heads=2, device=device, layout=layout)
+        with case(layout=layout):
+            check_online(lab, q, k, v, 8)
+            check_online(lab, q.contiguous(), k.contiguous(), v, 8)
 
 
 @step1
-def test_online_attention_work(lab, device):
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_online_attention_work(lab, device, dtype):
     B, H, kv_heads, T, S, D, tile = 1, 8, 2, 1, 1024, 64, 32
-    q, k, v = oracle.qkv(B, H, T, D, S=S, kv_heads=kv_heads, device=device)
+    q, k, v = oracle.qkv(B, H, T, D, S=S, kv_heads=kv_heads, dtype=dtype, device=device)
     check_online(lab, q, k, v, tile)
     want = 4 * B * H * T * S * D
     assert lab.work.flops <= 1.03 * want, (
@@ -250,23 +263,27 @@ def test_online_attention_rejects(lab, device):
 
 
 def check_attention(lab, q, k, v, offset=None, window=None, block_m=16, block_n=16):
-    tiles = {"block_m": block_m, "block_n": block_n}
-    got = lab.attention(q, k, v, query_offset=offset, window=window, **tiles)
-    visible = seen(q.shape[2], k.shape[2], offset, window, q.device)
-    # kernel=False: the products of float32 inputs are float32 on a GPU, too.
-    want = oracle.attention(q, k, v, visible=visible, tiles=(block_m, block_n))
-    oracle.check_all(want, got, "attention")
+    tiles, (T, S) = {"block_m": block_m, "block_n": block_n}, (q.shape[2], k.shape[2])
+    with case(T=T, S=S, offset=offset, window=window, **tiles):
+        got = lab.attention(q, k, v, query_offset=offset, window=window, **tiles)
+        visible = seen(T, S, offset, window, q.device)
+        # kernel=False: the products of float32 inputs are float32 on a GPU, too.
+        want = oracle.attention(q, k, v, visible=visible, tiles=(block_m, block_n))
+        oracle.check_all(want, got, "attention")
 
 
-def check_bytes(lab, q, k, v, window, block_m, block_n):
+def check_bytes(lab, q, k, v, window, block_m, block_n, offset=None):
     """Bytes and FLOPs of the tiles that hold a key that some query of the tile sees."""
-    check_attention(lab, q, k, v, None, window, block_m, block_n)
-    (B, H, T, D), S, offset = q.shape, k.shape[2], k.shape[2] - q.shape[2]
+    check_attention(lab, q, k, v, offset, window, block_m, block_n)
+    (B, H, T, D), S = q.shape, k.shape[2]
+    offset = S - T if offset is None else offset
     keys = flops = 0
     for start in range(0, T, block_m):
         stop = min(start + block_m, T)
         lo = 0 if window is None else max(offset + start - window + 1, 0)
-        lo = lo // block_n * block_n if block_n else lo
+        lo = lo // block_n * block_n
+        if lo >= S:
+            continue  # the window has left every key behind
         tiles = math.ceil((min(offset + stop, S) - lo) / block_n)
         keys += min(lo + tiles * block_n, S) - lo
         flops += tiles * 4 * block_m * block_n * D
@@ -307,6 +324,11 @@ def check_far_offsets(lab, device, window):
         wide = x.as_strided((2, 1, 1, D), (D * (heads - 1), D, D, 1))
         wide[0] = oracle.inputs(1, 1, 1, D, dtype=F16, device=device)[0]
         check_attention(lab, wide, wide, wide, None, window)
+        far = 2**30 + 64  # a stride in 32 bits: only its product with 2 is too large
+        for shape, strides in (((1, 3, 1, D), (D, far, D, 1)), ((3, 1, 1, D), (far, D, D, 1))):
+            apart = x.as_strided(shape, strides)
+            apart.copy_(oracle.inputs(*shape, dtype=F16, device=device))
+            check_attention(lab, apart, apart, apart, None, window)
         rows = x.as_strided((1, 1, 33, D), (D, D, D * ((heads - 1) // 32), 1))
         rows.copy_(oracle.inputs(1, 1, 33, D, dtype=F16, device=device))
         check_attention(lab, rows, rows, rows, None, window, 64, 16)
@@ -325,6 +347,15 @@ def check_huge_equal_scores(lab, device, window):
             "maximum of the very numbers that it is subtracted from, before anything scales them"
         )
         assert torch.isfinite(lse).all()
+
+
+def check_sums_in_float32(lab, device, window):
+    # Weight 1 for the first tile's keys and exp(-8) for all others: what each later tile adds to
+    # l and acc is less than half a unit in the last place of a float16 sum.
+    q = torch.ones(1, 1, 1, 16, dtype=F16, device=device)
+    k = torch.full((1, 1, 656, 16), -2.0, dtype=F16, device=device)
+    k[:, :, :16] = 0
+    check_attention(lab, q, k, torch.ones_like(k), None, window)
 
 
 def check_follows_its_input(lab, device, window):
@@ -352,34 +383,33 @@ def check_is_the_kernels_work(lab, device, window):
 
 @step2
 @kernel_dtypes
-@pytest.mark.parametrize(("H", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
-def test_attention_matches_definition(lab, device, H, kv_heads, dtype):
-    q, k, v = fenced_qkv(2, H, 37, 32, kv_heads=kv_heads, dtype=dtype, device=device)
-    check_attention(lab, q, k, v)
+def test_attention_matches_definition(lab, device, dtype):
+    for H, kv_heads, T in ((6, 2, 21), (2, 2, 37), (4, 1, 17)):
+        q, k, v = fenced_qkv(2, H, T, 32, kv_heads=kv_heads, dtype=dtype, device=device)
+        with case(H=H, kv_heads=kv_heads):
+            check_attention(lab, q, k, v)
 
 
 @step2
-@pytest.mark.parametrize(
-    ("T", "S", "block_m", "block_n"),
-    [
+def test_attention_tiles_and_lengths(lab, device):
+    for T, S, block_m, block_n in (
         (1, 1, 16, 16),
         (65, 65, 32, 16),
         (65, 65, 16, 32),
         (17, 80, 16, 64),
         (50, 97, 64, 16),
         (1, 70, 16, 32),
-    ],
-)
-def test_attention_tiles_and_lengths(lab, device, T, S, block_m, block_n):
-    q, k, v = fenced_qkv(1, 4, T, 16, S=S, kv_heads=2, device=device)
-    check_attention(lab, q, k, v, block_m=block_m, block_n=block_n)
+    ):
+        q, k, v = fenced_qkv(1, 2, T, 16, S=S, kv_heads=1, device=device)
+        check_attention(lab, q, k, v, block_m=block_m, block_n=block_n)
 
 
 @step2
-@pytest.mark.parametrize("D", [16, 64, 128, 256])
-def test_attention_head_dims(lab, device, D):
+def test_attention_head_dims(lab, device):
     dtype = F32 if here.interpret else F16
-    check_attention(lab, *fenced_qkv(1, 2, 21, D, kv_heads=1, dtype=dtype, device=device))
+    for D in (16, 64, 128, 256):
+        with case(D=D):
+            check_attention(lab, *fenced_qkv(1, 2, 21, D, kv_heads=1, dtype=dtype, device=device))
 
 
 @step2
@@ -402,13 +432,12 @@ def test_attention_field_report_offsets(lab, device):
 
 
 @step2
-@pytest.mark.parametrize(
-    ("T", "S", "offset"), [(20, 50, 0), (20, 50, 13), (33, 20, None), (40, 30, -7), (9, 20, 100)]
-)
-def test_attention_offsets(lab, device, T, S, offset):
-    q, k, v = fenced_qkv(1, 2, T, 16, S=S, kv_heads=1, device=device)
-    check_attention(lab, q, k, v, offset)  # rows before key 0: out 0, lse -inf
-    check_attention(lab, q, k, v, offset, block_m=32, block_n=16)
+def test_attention_offsets(lab, device):
+    # Rows before key 0 have out 0 and lse -inf.
+    for T, S, offset in ((20, 50, 0), (20, 50, 13), (33, 20, None), (40, 30, -7), (9, 20, 100)):
+        q, k, v = fenced_qkv(1, 2, T, 16, S=S, kv_heads=1, device=device)
+        check_attention(lab, q, k, v, offset)
+        check_attention(lab, q, k, v, offset, block_m=32, block_n=16)
 
 
 @step2
@@ -423,9 +452,10 @@ def test_attention_chunks_and_decode_equal_prefill(lab, device):
 
 
 @step2
-@score_kinds
-def test_attention_score_ranges(lab, device, kind):
-    check_attention(lab, *fenced_qkv(1, 2, 40, 32, kind=kind, device=device))
+def test_attention_score_ranges(lab, device):
+    for kind in SCORE_KINDS:
+        with case(kind=kind):
+            check_attention(lab, *fenced_qkv(1, 1, 40, 32, kind=kind, device=device))
 
 
 @step2
@@ -437,6 +467,11 @@ def test_attention_huge_equal_scores(lab, device):
 def test_attention_half_scores_do_not_overflow(lab, device):
     q, k, v = fenced_qkv(1, 1, 20, 64, dtype=F16, device=device)
     check_attention(lab, q * 60, k * 60, v)  # q.k before scaling passes 65,504
+
+
+@step2
+def test_attention_sums_in_float32(lab, device):
+    check_sums_in_float32(lab, device, None)
 
 
 @step2
@@ -465,11 +500,13 @@ def test_attention_many_heads(lab, device):
 
 @step2
 @interpreter_only
-@pytest.mark.parametrize(("T", "S"), [(100, 100), (30, 100), (1, 100)])
 @pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
-def test_attention_moves_few_bytes(lab, device, T, S, block_m, block_n):
-    q, k, v = oracle.qkv(1, 4, T, 16, S=S, kv_heads=2, device=device)
-    check_bytes(lab, q, k, v, None, block_m, block_n)
+def test_attention_moves_few_bytes(lab, device, block_m, block_n):
+    for T in (100, 30, 1):
+        q, k, v = oracle.qkv(1, 2, T, 16, S=100, kv_heads=1, device=device)
+        check_bytes(lab, q, k, v, None, block_m, block_n)
+    check_bytes(lab, q, k, v, None, block_m, block_n, offset=0)  # T = 1: padding rows see nothing
+    check_bytes(lab, q, k[:, :, :9], v[:, :, :9], None, block_m, block_n, offset=70)
 
 
 @step2
@@ -525,24 +562,26 @@ def test_attention_rejects(lab, device):
 
 @step3
 @kernel_dtypes
-@pytest.mark.parametrize("window", [1, 7, 16, 33, 200])
-def test_window_matches_definition(lab, device, window, dtype):
-    q, k, v = fenced_qkv(1, 4, 71, 32, kv_heads=2, dtype=dtype, device=device)
-    check_attention(lab, q, k, v, None, window)
+def test_window_matches_definition(lab, device, dtype):
+    for B, H, kv_heads, window in ((1, 2, 1, 1), (1, 4, 2, 7), (2, 2, 1, 33), (1, 1, 1, 200)):
+        q, k, v = fenced_qkv(B, H, 55, 32, kv_heads=kv_heads, dtype=dtype, device=device)
+        with case(B=B, H=H, kv_heads=kv_heads):
+            check_attention(lab, q, k, v, None, window)
 
 
 @step3
-@pytest.mark.parametrize(("block_m", "block_n"), [(16, 16), (32, 16), (16, 32), (64, 16), (16, 64)])
-@pytest.mark.parametrize("window", [1, 13, 50])
-def test_window_tiles(lab, device, block_m, block_n, window):
+@pytest.mark.parametrize("window", [1, 13, 16, 50])
+def test_window_tiles(lab, device, window):
     q, k, v = fenced_qkv(1, 1, 97, 16, device=device)
-    check_attention(lab, q, k, v, None, window, block_m, block_n)
+    for block_m, block_n in ((16, 16), (32, 16), (16, 32), (64, 16), (16, 64)):
+        check_attention(lab, q, k, v, None, window, block_m, block_n)
 
 
 @step3
-@pytest.mark.parametrize(
-    ("T", "S", "offset"),
-    [
+@pytest.mark.parametrize("window", [5, 40])
+def test_window_lengths_and_offsets(lab, device, window):
+    # Offset 24 with a window of 5: the later queries have left every key behind.
+    for T, S, offset in (
         (1, 1, None),
         (1, 70, None),
         (20, 90, None),
@@ -550,22 +589,19 @@ def test_window_tiles(lab, device, block_m, block_n, window):
         (33, 20, None),
         (9, 20, 24),
         (9, 20, 90),
-    ],
-)
-@pytest.mark.parametrize("window", [5, 40])
-def test_window_lengths_and_offsets(lab, device, T, S, offset, window):
-    # Offset 24 with a window of 5: the later queries have left every key behind.
-    q, k, v = fenced_qkv(1, 2, T, 16, S=S, kv_heads=1, device=device)
-    check_attention(lab, q, k, v, offset, window)
-    check_attention(lab, q, k, v, offset, window, 32, 16)
+    ):
+        q, k, v = fenced_qkv(1, 2, T, 16, S=S, kv_heads=1, device=device)
+        check_attention(lab, q, k, v, offset, window)
+        check_attention(lab, q, k, v, offset, window, 32, 16)
 
 
 @step3
-@pytest.mark.parametrize("D", [16, 64, 128, 256])
-def test_window_head_dims(lab, device, D):
+def test_window_head_dims(lab, device):
     dtype = F32 if here.interpret else F16
-    q, k, v = fenced_qkv(1, 2, 37, D, kv_heads=1, dtype=dtype, device=device)
-    check_attention(lab, q, k, v, None, 11)
+    for D in (16, 64, 128, 256):
+        q, k, v = fenced_qkv(1, 1, 37, D, dtype=dtype, device=device)
+        with case(D=D):
+            check_attention(lab, q, k, v, None, 11)
 
 
 @step3
@@ -602,9 +638,11 @@ def test_window_wide_equals_none(lab, device):
 
 
 @step3
-@score_kinds
-def test_window_score_ranges(lab, device, kind):
-    check_attention(lab, *fenced_qkv(1, 2, 60, 32, kind=kind, device=device), None, 21)
+def test_window_score_ranges(lab, device):
+    for kind in SCORE_KINDS:
+        with case(kind=kind):
+            q, k, v = fenced_qkv(1, 1, 60, 32, kind=kind, device=device)
+            check_attention(lab, q, k, v, None, 21)
 
 
 @step3
@@ -619,12 +657,20 @@ def test_window_half_scores_do_not_overflow(lab, device):
 
 
 @step3
+def test_window_sums_in_float32(lab, device):
+    check_sums_in_float32(lab, device, 1000)
+
+
+@step3
 @interpreter_only
-@pytest.mark.parametrize(("T", "S"), [(128, 128), (40, 128), (1, 128)])
 @pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32), (16, 16)])
-def test_window_moves_few_bytes(lab, device, T, S, block_m, block_n):
-    q, k, v = oracle.qkv(1, 2, T, 16, S=S, kv_heads=1, device=device)
-    check_bytes(lab, q, k, v, 20, block_m, block_n)
+def test_window_moves_few_bytes(lab, device, block_m, block_n):
+    for T in (128, 40, 1):
+        q, k, v = oracle.qkv(1, 2, T, 16, S=128, kv_heads=1, device=device)
+        check_bytes(lab, q, k, v, 20, block_m, block_n)
+    check_bytes(lab, q, k, v, 20, block_m, block_n, offset=0)  # T = 1: padding rows see nothing
+    for offset in (25, 70):  # the window holds the last 3 of the 9 keys, or none
+        check_bytes(lab, q, k[:, :, :9], v[:, :, :9], 20, block_m, block_n, offset)
 
 
 @step3
@@ -687,13 +733,14 @@ def projection(B, T, heads, kv_heads, D, dtype=F32, device="cpu", gap=0):
 
 def check_projected(lab, x, q, k, v, window=None, offset=None):
     heads, kv_heads = q.shape[1], k.shape[1]
-    got = lab.projected_attention(
-        x, heads, kv_heads, query_offset=offset, window=window, block_m=16, block_n=16
-    )
-    visible = seen(q.shape[2], k.shape[2], offset, window, q.device)
-    out, lse = oracle.attention(q, k, v, visible=visible, tiles=(16, 16))
-    out.value, out.axes = out.value.transpose(1, 2).flatten(2), "BTC"
-    oracle.check_all((out, lse), got, "projected_attention")
+    with case(heads=heads, kv_heads=kv_heads, offset=offset, window=window):
+        got = lab.projected_attention(
+            x, heads, kv_heads, query_offset=offset, window=window, block_m=16, block_n=16
+        )
+        visible = seen(q.shape[2], k.shape[2], offset, window, q.device)
+        out, lse = oracle.attention(q, k, v, visible=visible, tiles=(16, 16))
+        out.value, out.axes = out.value.transpose(1, 2).flatten(2), "BTC"
+        oracle.check_all((out, lse), got, "projected_attention")
     return got
 
 
@@ -701,18 +748,16 @@ def check_projected(lab, x, q, k, v, window=None, offset=None):
 @kernel_dtypes
 @pytest.mark.parametrize("window", [None, 9])
 def test_projected_matches_definition(lab, device, window, dtype):
-    x, (q, k, v) = projection(2, 37, 4, 2, 16, dtype=dtype, device=device)
+    x, (q, k, v) = projection(2, 29, 4, 2, 16, dtype=dtype, device=device)
     check_projected(lab, x, q, k, v, window)
 
 
 @step4
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "D"), [(1, 1, 16), (6, 2, 16), (4, 1, 32), (3, 3, 64)]
-)
-def test_projected_head_counts(lab, device, heads, kv_heads, D):
-    x, (q, k, v) = projection(1, 21, heads, kv_heads, D, device=device)
-    check_projected(lab, x, q, k, v)
-    check_projected(lab, x, q, k, v, offset=-3)
+def test_projected_head_counts(lab, device):
+    for heads, kv_heads, D in ((1, 1, 16), (6, 2, 16), (4, 1, 32), (3, 3, 64)):
+        x, (q, k, v) = projection(1, 19, heads, kv_heads, D, device=device)
+        check_projected(lab, x, q, k, v)
+        check_projected(lab, x, q, k, v, offset=-3)
 
 
 @step4
@@ -725,7 +770,7 @@ def test_projected_reads_a_slice(lab, device):
 @step4
 @pytest.mark.parametrize("window", [None, 9])
 def test_projected_copies_nothing(lab, device, window):
-    x, (q, k, v) = projection(2, 37, 4, 2, 16, device=device)
+    x, (q, k, v) = projection(2, 17, 4, 2, 16, device=device)
     out, lse = check_projected(lab, x, q, k, v, window)
     made = out.nbytes + lse.nbytes
     assert lab.work.allocated == made, (
@@ -741,11 +786,15 @@ def test_layouts(lab, device, layout, window):
     x, (q, k, v) = projection(1, 16, 2, 1, 16, device=device)
     check_projected(lab, x, q, k, v, window)
     q, k, v = oracle.qkv(2, 2, 21, 16, S=25, kv_heads=1, device=device, layout=layout)
-    check_attention(lab, q, k, v, None, window)
     dense = q.contiguous(), k.contiguous(), v.contiguous()
-    check_attention(lab, q, dense[1], dense[2], None, window)  # only q has other strides
-    check_attention(lab, dense[0], k, dense[2], None, window)  # only k
-    check_attention(lab, dense[0], dense[1], v, None, window)  # only v: a field report
+    for what, args in {
+        "all": (q, k, v),
+        "q": (q, *dense[1:]),
+        "k": (dense[0], k, dense[2]),
+        "v": (*dense[:2], v),  # a field report
+    }.items():
+        with case(other_strides=what):
+            check_attention(lab, *args, None, window, 32, 16)
 
 
 @step4
@@ -776,6 +825,8 @@ def test_layouts_rejects(lab, device):
     for heads, kv_heads in ((3, 2), (0, 2), (4, 0), (4, -1), (4.0, 2)):
         with pytest.raises(ValueError, match="got"):
             lab.projected_attention(x, heads, kv_heads)
+    for wrong in ({"block_m": 24}, {"block_n": 24}, {"window": 0}, {"query_offset": 0.5}):
+        refuses(f"{wrong}, passed on", "got", lab.projected_attention, x, 4, 2, **wrong)
     q, k, v = oracle.qkv(1, 2, 16, 16, device=device)
     for place in range(3):
         args = [x.transpose(2, 3) if i == place else x for i, x in enumerate((q, k, v))]
@@ -852,16 +903,18 @@ def test_varlen_tiles(lab, device, causal, block_m, block_n):
 
 
 @step5
-@pytest.mark.parametrize("lengths", [[1], [16], [37], [1, 1, 1], [0, 20], [20, 0]], ids=str)
-def test_varlen_batches(lab, device, lengths):
-    check_varlen(lab, packed(lengths, lengths, 2, 2, 16, device=device), lengths, lengths)
+def test_varlen_batches(lab, device):
+    for lengths in ([1], [16], [37], [1, 1, 1], [0, 20], [20, 0]):
+        with case(lengths=lengths):
+            check_varlen(lab, packed(lengths, lengths, 2, 2, 16, device=device), lengths, lengths)
 
 
 @step5
-@pytest.mark.parametrize("window", [1, 9, 200])
-def test_varlen_window(lab, device, window):
-    qkv = packed(LENGTHS, KEYS, 2, 1, 16, device=device)
-    check_varlen(lab, qkv, LENGTHS, KEYS, True, window)
+def test_varlen_window(lab, device):
+    qkv = packed(LENGTHS, KEYS, 1, 1, 16, device=device)
+    for window in (1, 9, 200):
+        with case(window=window):
+            check_varlen(lab, qkv, LENGTHS, KEYS, True, window)
 
 
 @step5
@@ -869,7 +922,7 @@ def test_varlen_window(lab, device, window):
 def test_varlen_sequences_are_apart(lab, device, causal):
     # Another sequence's tokens are NaN: neither its keys nor its queries may reach this one.
     lengths = [20, 21, 19]
-    qkv = packed(lengths, lengths, 2, 2, 16, device=device)
+    qkv = packed(lengths, lengths, 1, 1, 16, device=device)
     cu = offsets(lengths, device)
     tiles = {"block_m": 16, "block_n": 16}
     clean, _ = lab.varlen_attention(*qkv, cu, cu, causal=causal, **tiles)
@@ -952,6 +1005,8 @@ def test_varlen_offsets_beyond_32_bits(lab, device):
     dense = x.contiguous()
     check_varlen(lab, (dense, x, x), [2, 1], [2, 1])
     check_varlen(lab, (x.expand(3, 1, D)[:3], dense, dense), [2, 1], [2, 1])
+    heads = storage.as_strided((1, 3, D), (D, far, 1))
+    check_varlen(lab, (heads, heads, heads), [1], [1])
 
 
 @step5
@@ -1034,17 +1089,19 @@ def forward_results(q, k, v, visible):
 
 
 def check_backward(lab, q, k, v, dout, offset=None, window=None, tile=16):
-    visible = seen(q.shape[2], k.shape[2], offset, window, q.device)
+    T, S = q.shape[2], k.shape[2]
+    visible = seen(T, S, offset, window, q.device)
     out, lse = forward_results(q, k, v, visible)
-    got = lab.attention_backward(
-        q, k, v, out, lse, dout, query_offset=offset, window=window, tile=tile
-    )
-    want = oracle.attention_gradients(q, k, v, dout, visible=visible, tiles=(q.shape[2], tile))
-    oracle.check_all(want, got, "attention_backward")
+    with case(T=T, S=S, offset=offset, window=window, tile=tile):
+        got = lab.attention_backward(
+            q, k, v, out, lse, dout, query_offset=offset, window=window, tile=tile
+        )
+        want = oracle.attention_gradients(q, k, v, dout, visible=visible, tiles=(T, tile))
+        oracle.check_all(want, got, "attention_backward")
     return got
 
 
-def case(H, kv_heads, T, S, D=8, B=2, dtype=F64, device="cpu", **kwargs):
+def with_dout(H, kv_heads, T, S, D=8, B=2, dtype=F64, device="cpu", **kwargs):
     """q, k, v, dout."""
     q, k, v = oracle.qkv(B, H, T, D, S=S, kv_heads=kv_heads, dtype=dtype, device=device, **kwargs)
     return q, k, v, oracle.inputs(B, H, T, D, dtype=dtype, device=device)
@@ -1052,9 +1109,13 @@ def case(H, kv_heads, T, S, D=8, B=2, dtype=F64, device="cpu", **kwargs):
 
 @step6
 @pytest.mark.parametrize("window", [None, 1, 7, 20])
-@pytest.mark.parametrize(("T", "S", "tile"), [(1, 1, 16), (29, 29, 7), (29, 29, 64), (9, 40, 16)])
-def test_backward_matches_autograd(lab, device, T, S, tile, window):
-    q, k, v, dout = case(6, 2, T, S, device=device)
+def test_backward_matches_autograd(lab, device, window):
+    for T, S, tile in ((1, 1, 16), (29, 29, 7), (29, 29, 64), (9, 40, 16)):
+        check_against_autograd(lab, T, S, tile, window, device)
+
+
+def check_against_autograd(lab, T, S, tile, window, device):
+    q, k, v, dout = with_dout(6, 2, T, S, device=device)
     got = check_backward(lab, q, k, v, dout, None, window, tile)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     keys, values = (x.repeat_interleave(3, dim=1) for x in leaves[1:])
@@ -1069,50 +1130,53 @@ def test_backward_matches_autograd(lab, device, T, S, tile, window):
 
 
 @step6
-@pytest.mark.parametrize(("H", "kv_heads"), [(1, 1), (4, 4), (6, 2), (4, 1)])
-def test_backward_groups(lab, device, H, kv_heads):
-    check_backward(lab, *case(H, kv_heads, 19, 23, device=device), tile=8)
+def test_backward_groups(lab, device):
+    for H, kv_heads in ((1, 1), (4, 4), (6, 2), (4, 1)):
+        with case(H=H, kv_heads=kv_heads):
+            check_backward(lab, *with_dout(H, kv_heads, 19, 23, device=device), tile=8)
 
 
 @step6
-@torch_dtypes
-@pytest.mark.parametrize("window", [None, 9])
-def test_backward_dtypes(lab, device, dtype, window):
-    check_backward(lab, *case(4, 2, 21, 29, D=16, dtype=dtype, device=device), None, window, 8)
+def test_backward_dtypes(lab, device):
+    for dtype in (F64, F32, F16, BF16):
+        args = with_dout(4, 2, 21, 29, D=16, dtype=dtype, device=device)
+        for window in (None, 9):
+            check_backward(lab, *args, None, window, 8)
 
 
 @step6
-@pytest.mark.parametrize(
-    ("T", "S", "offset"), [(8, 30, 0), (8, 30, 11), (20, 12, None), (20, 12, -5)]
-)
 @pytest.mark.parametrize("window", [None, 6])
-def test_backward_offsets_and_empty_rows(lab, device, T, S, offset, window):
+def test_backward_offsets_and_empty_rows(lab, device, window):
     # Rows before key 0 see nothing: lse is -inf there, and every gradient is finite.
-    q, k, v, dout = case(4, 2, T, S, device=device)
-    check_backward(lab, q, k, v, dout, offset, window, 5)
-    check_backward(lab, q, k, v, dout, 100, window, 16)  # the window has left every key behind
+    for T, S, offset in ((8, 30, 0), (8, 30, 11), (20, 12, None), (20, 12, -5)):
+        q, k, v, dout = with_dout(4, 2, T, S, device=device)
+        check_backward(lab, q, k, v, dout, offset, window, 5)
+        check_backward(lab, q, k, v, dout, 100, window, 16)  # the window has left every key behind
 
 
 @step6
-@score_kinds
-def test_backward_score_ranges(lab, device, kind):
-    args = case(2, 1, 40, 40, D=16, dtype=F32, device=device, kind=kind)
-    check_backward(lab, *args, None, None, 8)
-    check_backward(lab, *args, None, 13, 8)
+def test_backward_score_ranges(lab, device):
+    for kind in SCORE_KINDS:
+        args = with_dout(2, 1, 40, 40, D=16, dtype=F32, device=device, kind=kind)
+        with case(kind=kind):
+            check_backward(lab, *args, None, None, 8)
+            check_backward(lab, *args, None, 13, 8)
 
 
 @step6
-@pytest.mark.parametrize("DV", [1, 5, 24])
-def test_backward_value_dim(lab, device, DV):
-    q, k, _, _ = case(4, 2, 9, 13, device=device)
-    v = oracle.inputs(2, 2, 13, DV, dtype=F64, device=device)
-    check_backward(lab, q, k, v, oracle.inputs(2, 4, 9, DV, dtype=F64, device=device), tile=4)
+def test_backward_value_dim(lab, device):
+    q, k, _, _ = with_dout(4, 2, 9, 13, device=device)
+    for DV in (1, 5, 24):
+        v = oracle.inputs(2, 2, 13, DV, dtype=F64, device=device)
+        dout = oracle.inputs(2, 4, 9, DV, dtype=F64, device=device)
+        with case(DV=DV):
+            check_backward(lab, q, k, v, dout, tile=4)
 
 
 @step6
 def test_backward_layouts(lab, device):
     for layout in ("transposed", "strided"):
-        q, k, v, dout = case(4, 2, 21, 21, device=device, layout=layout)
+        q, k, v, dout = with_dout(4, 2, 21, 21, device=device, layout=layout)
         check_backward(lab, q, k, v, dout, None, 9, 8)
         laid = oracle.inputs(2, 4, 21, 8, dtype=F64, device=device, layout=layout)
         check_backward(lab, q.contiguous(), k, v, laid, None, 9, 8)
@@ -1122,10 +1186,10 @@ def test_backward_layouts(lab, device):
 
 @step6
 def test_backward_sums_in_float32(lab, device):
-    # 640 equal terms, one key a tile: a sum kept in bfloat16 (8 bits) stops growing at 256.
-    sign = torch.ones(640, 1, dtype=BF16, device=device)
+    # 400 equal terms, one key a tile: a sum kept in bfloat16 (8 bits) stops growing at 256.
+    sign = torch.ones(400, 1, dtype=BF16, device=device)
     sign[::2] = -1
-    v = k = sign.expand(1, 1, 640, 8).contiguous()
+    v = k = sign.expand(1, 1, 400, 8).contiguous()
     q = torch.zeros(1, 1, 1, 8, dtype=BF16, device=device)
     check_backward(lab, q, k, v, torch.ones_like(q), None, None, 1)
 
@@ -1134,7 +1198,7 @@ def test_backward_sums_in_float32(lab, device):
 @pytest.mark.parametrize("window", [16, 48])
 def test_backward_work_grows_with_T_times_W(lab, device, window):
     H, T, D, tile = 2, 256, 8, 16
-    check_backward(lab, *case(H, 1, T, T, D=D, B=1, device=device), None, window, tile)
+    check_backward(lab, *with_dout(H, 1, T, T, D=D, B=1, device=device), None, window, tile)
     pairs = sum(min(window + tile - 1, T - j) * tile for j in range(0, T, tile))
     want = 10 * H * pairs * D
     assert lab.work.flops <= 1.03 * want, (
@@ -1151,7 +1215,7 @@ def test_backward_work_grows_with_T_times_W(lab, device, window):
 @step6
 def test_backward_causal_skips_rows(lab, device):
     H, T, D, tile = 2, 192, 8, 16
-    check_backward(lab, *case(H, 1, T, T, D=D, B=1, device=device), None, None, tile)
+    check_backward(lab, *with_dout(H, 1, T, T, D=D, B=1, device=device), None, None, tile)
     want = 10 * H * D * sum((T - j) * tile for j in range(0, T, tile))
     assert lab.work.flops <= 1.03 * want, (
         f"queries before a tile's first key see nothing of it: {want:,} FLOPs, got "
@@ -1162,7 +1226,7 @@ def test_backward_causal_skips_rows(lab, device):
 @step6
 def test_backward_shares_keys_within_the_group(lab, device):
     # Many query heads, few queries: K repeated for each head would be most of what is made.
-    q, k, v, dout = case(16, 1, 2, 256, D=16, B=1, dtype=F32, device=device)
+    q, k, v, dout = with_dout(16, 1, 2, 256, D=16, B=1, dtype=F32, device=device)
     check_backward(lab, q, k, v, dout, None, None, 32)
     repeated = 16 * k.nbytes
     assert lab.work.allocated < 1.5 * repeated, (
@@ -1174,7 +1238,7 @@ def test_backward_shares_keys_within_the_group(lab, device):
 @step6
 def test_backward_uses_lse_and_out(lab, device):
     # P is exp(s - lse): with lse + log 2 every weight is half as large, and so is every gradient.
-    q, k, v, dout = case(4, 2, 12, 20, device=device)
+    q, k, v, dout = with_dout(4, 2, 12, 20, device=device)
     out, lse = forward_results(q, k, v, seen(12, 20, None, 7, device))
     whole = lab.attention_backward(q, k, v, out, lse, dout, window=7)
     halves = lab.attention_backward(q, k, v, out, lse + math.log(2), dout, window=7)
@@ -1189,7 +1253,7 @@ def test_backward_uses_lse_and_out(lab, device):
 
 @step6
 def test_backward_follows_its_input(lab, device):
-    q, k, v, dout = case(4, 2, 12, 12, device=device)
+    q, k, v, dout = with_dout(4, 2, 12, 12, device=device)
     grads = lab.attention_backward(
         q, k, v, *forward_results(q, k, v, seen(12, 12, device=device)), dout
     )
@@ -1203,7 +1267,7 @@ def test_backward_follows_its_input(lab, device):
 
 @step6
 def test_backward_rejects(lab, device):
-    q, k, v, dout = case(4, 2, 8, 8, D=4, B=1, device=device)
+    q, k, v, dout = with_dout(4, 2, 8, 8, D=4, B=1, device=device)
     out, lse = forward_results(q, k, v, seen(8, 8, device=device))
     lab.attention_backward(q, k, v, out, lse, dout)
     with pytest.raises(ValueError, match="got"):
