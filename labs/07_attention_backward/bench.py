@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from labs._harness.bench import Check, Provider, Sweep, fit
+from labs._harness.trace import Traced
 
 LENGTHS = [512, 1024, 2048, 4096, 8192]
 COUNTED_LENGTHS = [64, 128, 256, 512]
@@ -127,7 +128,17 @@ def check(ab, options, gpu) -> list[Check]:
     return found
 
 
-# ---------------------------------------------------------------- X-ray
+# ---------------------------------------------------------------- trace and X-ray
+def traced(ab, options) -> list[Traced]:
+    """What `python -m labs trace 07` can run: the given forward, which step 4 puts to use."""
+    tile = {"block_m": options.block_m, "block_n": options.block_n}
+
+    def forward(q, k, v):
+        return ab.attention_forward(q, k, v, options.causal, **tile)
+
+    return [Traced(4, "attention_forward", forward, True)]
+
+
 def launches(
     ab, block_m=64, block_n=64, num_warps=4, num_stages=2, head_dim=64, dtype="float16", causal=True
 ) -> dict:

@@ -1,6 +1,6 @@
 """Lab 07, your file: the backward of attention as three Triton kernels, plugged into a model.
 
-Write the five places marked TODO, in order; everything else is given. The handout, README.md beside
+Write the places marked TODO, in order; everything else is given. The handout, README.md beside
 this file, leads through them. See where you stand with: pytest labs/07_attention_backward
 
 Letters: B batch, H heads, T query length, S key length, D head dim; in stride names the tensors are
@@ -88,10 +88,10 @@ def tiles(D, causal, dtype, device):
         sizes = (rows, min(rows, 32), 4, 2)
         found = {"forward": sizes, "dkdv": sizes, "dq": sizes}
     elif width <= 64:
-        found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 3), "dq": (64, 64, 4, 3)}
+        dq = (64, 64, 4, 3) if causal else (128, 64, 8, 3)
+        found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 3), "dq": dq}
     elif width <= 128:
-        dkdv = (64, 64, 4, 2) if causal else (64, 128, 8, 3)
-        found = {"forward": (64, 64, 4, 3), "dkdv": dkdv, "dq": (128, 64, 8, 3)}
+        found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 2), "dq": (128, 64, 8, 3)}
     else:
         rows = 64 if width <= 256 else 32
         found = {"forward": (64, 32, 8, 2), "dkdv": (32, rows, 8, 2), "dq": (rows, 32, 8, 2)}
@@ -258,17 +258,18 @@ if triton is not None:
     @triton.jit
     def _dkdv_kernel(
         q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
-        stride_qb, stride_qh, stride_qt,
-        stride_kb, stride_kh, stride_ks,
-        stride_vb, stride_vh, stride_vs,
-        stride_gb, stride_gh, stride_gt,
+        stride_qb, stride_qh, stride_qt: tl.constexpr,
+        stride_kb, stride_kh, stride_ks: tl.constexpr,
+        stride_vb, stride_vh, stride_vs: tl.constexpr,
+        stride_gb, stride_gh, stride_gt: tl.constexpr,
         H, T, S, scale,
         D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
         WHOLE: tl.constexpr,
     ):  # fmt: on
         # TODO step 2 (about 45 lines; handout section 3): one program, BLOCK_N keys of one head
         #   program_id(0) is the key tile, program_id(1) the head among B * H, as int64
-        #   q, k, v, dout (g): a row's elements are adjacent; batch, head and row have strides
+        #   q, k, v, dout (g): a row's elements are adjacent; batch, head and row have strides,
+        #   those of rows known when the kernel is compiled
         #   lse2 and delta are (B * H, T), dk and dv (B * H, S, D), all contiguous
         #   lse2 is lse in base 2, and +inf where a row saw no key; WHOLE: T fills its tiles
         #   load k, v once; loop over the query tiles that see them: p by exp2, then dv, dp, ds, dk
@@ -304,7 +305,7 @@ def attention_dkdv(
     dv = torch.empty_like(dk)
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     # In base 2 and mended once, where the kernel would do it for each pair of tiles.
-    lse2 = (lse * math.log2(math.e)).masked_fill(lse == -math.inf, math.inf).contiguous()
+    lse2 = lse.nan_to_num(math.nan, math.inf, math.inf).mul_(math.log2(math.e)).contiguous()
     options = {"num_warps": num_warps, "num_stages": num_stages}
     with torch.cuda.device_of(q):
         _dkdv_kernel[(triton.cdiv(S, block_n), B * H)](
@@ -320,23 +321,40 @@ def attention_dkdv(
 
 # ---------------------------------------------------------------- step 3
 if triton is not None:
+
+    @triton.jit
+    def _dq_keys(
+        dq, q, dout, k_ptr, v_ptr, lse2, delta, offs_m, lo, hi,
+        stride_ks: tl.constexpr, stride_vs: tl.constexpr,
+        S, scale2,
+        D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+        WHOLE: tl.constexpr,
+    ):  # fmt: skip
+        """Adds what keys lo to hi - 1 give; without MASKED every row must see all of them."""
+        # TODO step 3 (about 20 lines; handout section 4): the loop of _dq_kernel, below
+        #   k_ptr and v_ptr point to key 0 of this head; make the tile of pointers for key lo here
+        #   step 2 with the loops swapped: k and v through _load, p by exp2, then dp, ds, dq
+        #   MASKED: padding keys are masked, and when CAUSAL later ones, before exp2
+        #   returns dq without the scale (leave this function alone if your kernel does without)
+        tl.static_assert(False, "lab 07 step 3: write _dq_keys")
+
     # fmt: off
     @triton.jit
     def _dq_kernel(
         q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
-        stride_qb, stride_qh, stride_qt,
-        stride_kb, stride_kh, stride_ks,
-        stride_vb, stride_vh, stride_vs,
-        stride_gb, stride_gh, stride_gt,
+        stride_qb, stride_qh, stride_qt: tl.constexpr,
+        stride_kb, stride_kh, stride_ks: tl.constexpr,
+        stride_vb, stride_vh, stride_vs: tl.constexpr,
+        stride_gb, stride_gh, stride_gt: tl.constexpr,
         H, T, S, scale,
         D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
         WHOLE: tl.constexpr,
     ):  # fmt: on
-        # TODO step 3 (about 40 lines; handout section 4): one program, BLOCK_M queries of one head
-        #   step 2 with the loops swapped: load q, dout, lse, delta once, loop over the key tiles
+        # TODO step 3 (about 35 lines; handout section 4): one program, BLOCK_M queries of one head
+        #   load q, dout, lse, delta once; one walk over the keys, or two: full tiles, then masked
         #   lse is natural here, and may be -inf; WHOLE: S fills its tiles
         #   causal: the last query tile has the most keys, so let program 0 take it
-        #   padding keys must be masked, too; dq is (B * H, T, D), contiguous
+        #   scale dq at the end; dq is (B * H, T, D), contiguous
         tl.static_assert(False, "lab 07 step 3: write _dq_kernel")
 
 

@@ -5,7 +5,7 @@
 
 from labs._harness.mutants import Mutant
 
-DELTA, DKDV, DQ = "_delta_kernel", "_dkdv_kernel", "_dq_kernel"
+DELTA, DKDV, DQ, KEYS = "_delta_kernel", "_dkdv_kernel", "_dq_kernel", "_dq_keys"
 LAUNCH1, LAUNCH2, LAUNCH3 = "attention_delta", "attention_dkdv", "attention_dq"
 BACKWARD, LAYER = "backward", "causal_self_attention"
 
@@ -192,10 +192,7 @@ STEP_2 = [
         DKDV,
         "test_dkdv",
         "the causal mask is missing in the backward (handout section 3)",
-        (
-            "        if CAUSAL:\n                if start_m",
-            "        if False:\n                if start_m",
-        ),
+        ("if start_m < start_n + BLOCK_N - 1:", "if start_m < 0:"),
     ),
     bug(
         "dkdv-mask-after-exp",
@@ -208,8 +205,8 @@ STEP_2 = [
             "s = s + 0.0",
         ),
         (
-            "p = tl.exp2(s - lse2[None, :])  # (BLOCK_N, BLOCK_M)",
-            "p = tl.exp2(s - lse2[None, :])  # (BLOCK_N, BLOCK_M)\n"
+            "p = tl.exp2(s * scale2 - lse2[None, :])  # (BLOCK_N, BLOCK_M)",
+            "p = tl.exp2(s * scale2 - lse2[None, :])  # (BLOCK_N, BLOCK_M)\n"
             "            if CAUSAL:\n"
             "                p = p * (offs_n[:, None] <= rows[None, :]).to(tl.float32)",
         ),
@@ -253,6 +250,22 @@ STEP_2 = [
         "test_dkdv_tiles",
         "the walk starts one query tile after the diagonal",
         ("lo = start_n // BLOCK_M * BLOCK_M", "lo = (start_n // BLOCK_M + 1) * BLOCK_M"),
+    ),
+    bug(
+        "dkdv-dout-starts-at-row-0",
+        2,
+        DKDV,
+        "test_dkdv_tiles",
+        "q starts at the diagonal and dout at row 0 (handout section 3)",
+        ("            dout_ptr += lo.to(tl.int64) * stride_gt\n", ""),
+    ),
+    bug(
+        "dkdv-dout-stays",
+        2,
+        DKDV,
+        "test_dkdv_tiles",
+        "dout does not move on with q: every turn reads its first tile",
+        ("            dout_ptrs += BLOCK_M * stride_gt\n", ""),
     ),
     bug(
         "dkdv-causal-ignored",
@@ -308,7 +321,15 @@ STEP_2 = [
         LAUNCH2,
         "test_dkdv",
         "lse is converted to base 2 twice",
-        ("lse * math.log2(math.e)", "lse * math.log2(math.e) ** 2"),
+        (".mul_(math.log2(math.e))", ".mul_(math.log2(math.e) ** 2)"),
+    ),
+    bug(
+        "dkdv-lse-in-place",
+        2,
+        LAUNCH2,
+        "test_dkdv",
+        "lse is converted in place: the dq kernel, which wants it natural, reads base 2",
+        ("lse.nan_to_num(", "lse.nan_to_num_("),
     ),
     bug(
         "dkdv-scale-ignored",
@@ -348,7 +369,7 @@ STEP_2 = [
         DKDV,
         "test_dkdv_layouts",
         "dout is walked with the row stride of q (handout section 3)",
-        ("dout_ptr += BLOCK_M * stride_gt", "dout_ptr += BLOCK_M * stride_qt"),
+        ("dout_ptrs += BLOCK_M * stride_gt", "dout_ptrs += BLOCK_M * stride_qt"),
     ),
     bug(
         "dkdv-v-strides",
@@ -375,7 +396,7 @@ STEP_2 = [
         DKDV,
         "test_dkdv",
         "padding rows are read past the end of q: the load has no mask (handout section 3)",
-        ("_load(q_ptr + q_tile, exists[:, None], 0.0, WHOLE)", "tl.load(q_ptr + q_tile)"),
+        ("_load(q_ptrs, exists[:, None], 0.0, WHOLE)", "tl.load(q_ptrs)"),
     ),
     bug(
         "dkdv-lse-without-other",
@@ -402,7 +423,7 @@ STEP_2 = [
         LAUNCH2,
         "test_dkdv_row_that_saw_no_key",
         "lse = -inf goes into exp(s - lse), which is inf (handout section 3)",
-        (".masked_fill(lse == -math.inf, math.inf)", ""),
+        (".nan_to_num(math.nan, math.inf, math.inf)", ".clone()"),
     ),
     bug(
         "dkdv-32-bit-offsets",
@@ -458,9 +479,9 @@ STEP_2 = [
         "test_dkdv_moves_few_bytes",
         "v is loaded again for each query tile",
         (
-            "            dp = tl.dot(v, tl.trans(dout))",
-            "            v = tl.load(v_ptrs, mask=keys < S, other=0.0)\n"
-            "            dp = tl.dot(v, tl.trans(dout))",
+            "            exists = rows < T  # (BLOCK_M,)\n",
+            "            exists = rows < T  # (BLOCK_M,)\n"
+            "            v = tl.load(v_ptrs, mask=keys < S, other=0.0)\n",
         ),
     ),
     cheat(
@@ -507,7 +528,7 @@ STEP_3 = [
     bug(
         "dq-padding-keys-counted",
         3,
-        DQ,
+        KEYS,
         "test_dq_padding_keys_do_not_overflow",
         "padding keys are not masked: exp(0 - lse) can be inf, and inf * 0 is NaN "
         "(handout section 4)",
@@ -516,20 +537,20 @@ STEP_3 = [
     bug(
         "dq-mask-after-exp",
         3,
-        DQ,
+        KEYS,
         "test_dq_masked_scores_do_not_overflow",
         "p is multiplied by a 0/1 mask after exp: inf times 0 is NaN (handout section 4)",
         ('                s = tl.where(visible, s, float("-inf"))', "                s = s + 0.0"),
         (
-            "p = tl.exp2(s - lse2[:, None])",
+            "p = tl.exp2(s * scale2 - lse2[:, None])",
             "ok = (cols[None, :] < S) & ((cols[None, :] <= offs_m[:, None]) | (not CAUSAL))\n"
-            "            p = tl.exp2(s - lse2[:, None]) * ok.to(tl.float32)",
+            "            p = tl.exp2(s * scale2 - lse2[:, None]) * ok.to(tl.float32)",
         ),
     ),
     bug(
         "dq-no-mask",
         3,
-        DQ,
+        KEYS,
         "test_dq",
         "the causal mask is missing in the backward (handout section 4)",
         (
@@ -540,7 +561,7 @@ STEP_3 = [
     bug(
         "dq-mask-strict",
         3,
-        DQ,
+        KEYS,
         "test_dq",
         "a query does not see itself: the mask is < where <= is right",
         ("cols[None, :] <= offs_m[:, None]", "cols[None, :] < offs_m[:, None]"),
@@ -555,6 +576,81 @@ STEP_3 = [
             "mid = (start_m + 1) // BLOCK_N * BLOCK_N",
             "mid = (start_m + BLOCK_M) // BLOCK_N * BLOCK_N",
         ),
+    ),
+    bug(
+        "dq-ragged-tile-unmasked",
+        3,
+        DQ,
+        "test_dq",
+        "the last, ragged tile of keys is walked as a full one (handout section 4)",
+        ("mid, hi = S // BLOCK_N * BLOCK_N, S", "mid, hi = tl.cdiv(S, BLOCK_N) * BLOCK_N, S"),
+    ),
+    bug(
+        "dq-second-walk-from-key-0",
+        3,
+        DQ,
+        "test_dq_tiles",
+        "the masked walk starts at key 0: full tiles count twice (handout section 4)",
+        ("delta, offs_m, mid, hi,", "delta, offs_m, 0, hi,"),
+    ),
+    bug(
+        "dq-second-walk-not-masked",
+        3,
+        DQ,
+        "test_dq",
+        "neither of the two walks has a mask (handout section 4)",
+        ("CAUSAL, True, WHOLE)", "CAUSAL, False, WHOLE)"),
+    ),
+    bug(
+        "dq-second-walk-starts-anew",
+        3,
+        DQ,
+        "test_dq_tiles",
+        "the second walk forgets what the first one added up",
+        (
+            "_dq_keys(dq, q, dout, k_ptr, v_ptr, lse2, delta, offs_m, mid, hi,",
+            "_dq_keys(dq * 0.0, q, dout, k_ptr, v_ptr, lse2, delta, offs_m, mid, hi,",
+        ),
+    ),
+    bug(
+        "dq-pointers-not-at-lo",
+        3,
+        KEYS,
+        "test_dq_tiles",
+        "the second walk's pointers start at key 0 and its columns at mid (handout section 4)",
+        ("keys = (lo + offs_n).to(tl.int64)", "keys = offs_n.to(tl.int64)"),
+    ),
+    bug(
+        "dq-values-stay",
+        3,
+        KEYS,
+        "test_dq_tiles",
+        "v does not move on with k: every turn reads the walk's first tile",
+        ("            v_ptrs += BLOCK_N * stride_vs\n", ""),
+    ),
+    bug(
+        "dq-value-strides",
+        3,
+        KEYS,
+        "test_dq_layouts",
+        "v is walked with the row stride of k (handout section 4)",
+        ("v_ptrs = v_ptr + keys * stride_vs", "v_ptrs = v_ptr + keys * stride_ks"),
+    ),
+    bug(
+        "dq-whole-always",
+        3,
+        LAUNCH3,
+        "test_dq",
+        "ragged lengths take the path that needs no mask on its loads",
+        ("WHOLE=S % block_n == 0", "WHOLE=True"),
+    ),
+    bug(
+        "dq-natural-exponent",
+        3,
+        DQ,
+        "test_dq",
+        "exp2 is given natural scores: log2(e) is missing in the scale",
+        ("scale2 = scale * log2e", "scale2 = scale"),
     ),
     bug(
         "dq-ends-early",
@@ -613,7 +709,7 @@ STEP_3 = [
     bug(
         "dq-no-delta",
         3,
-        DQ,
+        KEYS,
         "test_dq",
         "delta is left out of dS = P (dP - delta)",
         ("ds = p * (dp - delta[:, None])", "ds = p * dp"),
@@ -621,7 +717,7 @@ STEP_3 = [
     bug(
         "dq-of-v",
         3,
-        DQ,
+        KEYS,
         "test_dq",
         "dq is dS V and not dS K",
         ("tl.dot(ds.to(k.dtype), k, dq)", "tl.dot(ds.to(k.dtype), v, dq)"),
@@ -681,26 +777,26 @@ STEP_3 = [
     bug(
         "dq-keys-unmasked",
         3,
-        DQ,
+        KEYS,
         "test_dq",
         "padding keys are read past the end of k: the load has no mask",
-        ("_load(k_ptr + k_tile, cols[:, None] < S, 0.0, WHOLE)", "tl.load(k_ptr + k_tile)"),
+        ("_load(k_ptrs, cols[:, None] < S, 0.0, WHOLE)", "tl.load(k_ptrs)"),
     ),
     bug(
         "dq-values-without-other",
         3,
-        DQ,
+        KEYS,
         "test_dq",
         "padding rows of v are whatever lies there",
         (
-            "_load(v_ptr + v_tile, cols[:, None] < S, 0.0, WHOLE)",
-            "tl.load(v_ptr + v_tile, mask=cols[:, None] < S)",
+            "_load(v_ptrs, cols[:, None] < S, 0.0, WHOLE)",
+            "tl.load(v_ptrs, mask=cols[:, None] < S)",
         ),
     ),
     bug(
         "dq-ds-rounded",
         3,
-        DQ,
+        KEYS,
         "test_dq",
         "dS is rounded to float16 whatever k is",
         ("ds.to(k.dtype)", "ds.to(tl.float16).to(k.dtype)"),
@@ -722,28 +818,28 @@ STEP_3 = [
         ("hi = tl.minimum(S, start_m + BLOCK_M)", "hi = S"),
     ),
     waste(
-        "dq-queries-in-the-loop",
+        "dq-keys-loaded-twice",
         3,
-        DQ,
+        KEYS,
         "test_dq_moves_few_bytes",
-        "q is loaded again for each key tile",
+        "k is loaded again for its second product",
         (
-            "            s = tl.dot(q, tl.trans(k))",
-            "            q = tl.load(q_ptrs, mask=rows < T, other=0.0)\n"
-            "            s = tl.dot(q, tl.trans(k))",
+            "            dq = tl.dot(ds.to(k.dtype), k, dq)\n",
+            "            k = _load(k_ptrs, cols[:, None] < S, 0.0, WHOLE)\n"
+            "            dq = tl.dot(ds.to(k.dtype), k, dq)\n",
         ),
     ),
     waste(
-        "dq-atomics",
+        "dq-stored-after-each-walk",
         3,
         DQ,
         "test_dq_moves_few_bytes",
-        "dq is added to memory for each key tile (handout section 4)",
+        "dq goes to memory after each of the two walks (handout section 4)",
         (
-            "            dq = tl.dot(ds.to(k.dtype), k, dq)\n",
-            "            dq = tl.dot(ds.to(k.dtype), k, dq)\n"
-            "            tl.store(dq_ptr + (pid_bh * T + rows) * D + offs_d, "
-            "dq.to(dq_ptr.dtype.element_ty), mask=rows < T)\n",
+            "        dq = _dq_keys(dq, q, dout, k_ptr, v_ptr, lse2, delta, offs_m, mid, hi,",
+            "        tl.store(dq_ptr + (pid_bh * T + rows) * D + offs_d, "
+            "dq.to(dq_ptr.dtype.element_ty), mask=rows < T)\n"
+            "        dq = _dq_keys(dq, q, dout, k_ptr, v_ptr, lse2, delta, offs_m, mid, hi,",
         ),
     ),
     cheat(

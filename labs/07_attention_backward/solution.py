@@ -299,22 +299,18 @@ if triton is not None:
             rows = start_m + offs_m  # (BLOCK_M,)
             exists = rows < T  # (BLOCK_M,)
             q = _load(q_ptrs, exists[:, None], 0.0, WHOLE)  # (BLOCK_M, D)
+            dout = _load(dout_ptrs, exists[:, None], 0.0, WHOLE)  # (BLOCK_M, D)
             # Padding gets lse2 = inf, as does a row that saw no key: its p is exp2(-inf) = 0.
             lse2 = _load(lse2_ptr + rows, exists, float("inf"), WHOLE)  # (BLOCK_M,)
-            s = tl.dot(k, tl.trans(q))  # (BLOCK_N, BLOCK_M)
-            # dp as early as possible, behind s; under a mask later, where registers are fewer.
-            if not CAUSAL:
-                dout = _load(dout_ptrs, exists[:, None], 0.0, WHOLE)  # (BLOCK_M, D)
-                dp = tl.dot(v, tl.trans(dout))  # (BLOCK_N, BLOCK_M)
-            elif start_m < start_n + BLOCK_N - 1:  # from there on every row sees every key
-                s = tl.where(offs_n[:, None] <= rows[None, :], s, float("-inf"))
-            p = tl.exp2(s * scale2 - lse2[None, :])  # (BLOCK_N, BLOCK_M)
-            if CAUSAL:
-                dout = _load(dout_ptrs, exists[:, None], 0.0, WHOLE)  # (BLOCK_M, D)
-            dv = tl.dot(p.to(dout.dtype), dout, dv)
             delta = _load(delta_ptr + rows, exists, 0.0, WHOLE)  # (BLOCK_M,)
+            # Both products that need no softmax, one behind the other: dp is ready when p is.
+            s = tl.dot(k, tl.trans(q))  # (BLOCK_N, BLOCK_M)
+            dp = tl.dot(v, tl.trans(dout))  # (BLOCK_N, BLOCK_M)
             if CAUSAL:
-                dp = tl.dot(v, tl.trans(dout))  # (BLOCK_N, BLOCK_M)
+                if start_m < start_n + BLOCK_N - 1:  # from there on every row sees every key
+                    s = tl.where(offs_n[:, None] <= rows[None, :], s, float("-inf"))
+            p = tl.exp2(s * scale2 - lse2[None, :])  # (BLOCK_N, BLOCK_M)
+            dv = tl.dot(p.to(dout.dtype), dout, dv)
             ds = p * (dp - delta[None, :])  # (BLOCK_N, BLOCK_M)
             dk = tl.dot(ds.to(q.dtype), q, dk)
             q_ptrs += BLOCK_M * stride_qt

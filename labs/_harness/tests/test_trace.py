@@ -102,6 +102,20 @@ def test_decoding_shows_chunks_and_tiles(step):
 
 
 @needs_interpreter
+@pytest.mark.parametrize("impl", ["exercise", "solution"])
+def test_forward_of_the_backward_lab(impl):
+    """Lab 07: its forward is given, so an untouched stub shows the same map."""
+    lab = "07_attention_backward"
+    if not (_impl.LABS / lab / f"{impl}.py").is_file():
+        pytest.skip("needs the lab")
+    (choice,) = bench.lab_bench(_impl.LABS / lab).traced(_impl.load(lab, impl), KERNEL)
+    found = trace.trace(choice, KERNEL)
+    assert letters(found) == ["DD...", "FFDD.", "FFFFF"]
+    assert [n / least for _, n, least in found.numbers] == [1.0, 1.0]
+    assert "right" in found.verdict
+
+
+@needs_interpreter
 @pytest.mark.parametrize(
     ("args", "want"),
     [(["--causal"], "leave out --causal"), (["--block-n", 11], "block_n must be a power of two")],
@@ -111,6 +125,27 @@ def test_decoding_refuses_in_one_line(args, want, capsys):
     captured = capsys.readouterr()
     assert want in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+@needs_interpreter
+@pytest.mark.parametrize("step", [1, 2, 3, 5])
+def test_variants_show_what_each_step_skips(step):
+    """Lab 08: step 1 takes all queries at once, kernels end at the last key that a tile sees."""
+    lab = "08_attention_variants"
+    if not (_impl.LABS / lab / "solution.py").is_file():
+        pytest.skip("needs the lab's reference")
+    kernel = {True: ["DD...", "FFDD.", "FFFFF"], False: ["F" * 5] * 3}
+    online = {True: ["DDUUU", "FFDDU", "FFFFF"], False: ["F" * 5] * 3}
+    for causal in (True, False):
+        flag = ["--causal"] if causal else []
+        chosen = options("--step", step, "--T", 65, "--block-m", 32, *flag)
+        choices = bench.lab_bench(_impl.LABS / lab).traced(_impl.load(lab, "solution"), chosen)
+        found = trace.trace(next(t for t in choices if t.step == step), chosen)
+        assert letters(found) == (online if step == 1 else kernel)[causal]
+        assert orders(found)[2] == [[1], [2], [3], [4], [5]]
+        assert "right" in found.verdict
+        if step != 1:
+            assert found.numbers[1][1] == found.numbers[1][2]
 
 
 GOLDEN = """\
