@@ -13,6 +13,7 @@ import statistics
 import torch
 import torch.nn.functional as F
 
+from labs._harness import oracle
 from labs._harness.bench import Check, Provider, Sweep, fit
 from labs._harness.trace import Traced
 
@@ -130,13 +131,44 @@ def check(ab, options, gpu) -> list[Check]:
 
 # ---------------------------------------------------------------- trace and X-ray
 def traced(ab, options) -> list[Traced]:
-    """What `python -m labs trace 07` can run: the given forward, which step 4 puts to use."""
-    tile = {"block_m": options.block_m, "block_n": options.block_n}
+    """What `python -m labs trace 07` can run: the given forward, and both walks of the backward."""
+    T, D, causal, M, N = (
+        *(options.T, options.head_dim, options.causal),
+        *(options.block_m, options.block_n),
+    )
+    tile, heads = {"block_m": M, "block_n": N}, {"heads": 1, "D": D, "e": 4, "causal": causal}
+    generator = torch.Generator().manual_seed(7)
+    dout = torch.randn(1, 1, T, D, generator=generator)
 
     def forward(q, k, v):
-        return ab.attention_forward(q, k, v, options.causal, **tile)
+        return ab.attention_forward(q, k, v, causal, **tile)
 
-    return [Traced(4, "attention_forward", forward, True)]
+    def given(q, k, v):
+        out, lse = (expected.value for expected in oracle.attention(q, k, v, causal))
+        delta = (out * dout.double()).sum(dim=-1)
+        return q, k, v, dout, lse.float(), delta.float(), causal
+
+    def dkdv(q, k, v):
+        return ab.attention_dkdv(*given(q, k, v), **tile)
+
+    def dq(q, k, v):
+        return (ab.attention_dq(*given(q, k, v), **tile),)
+
+    def want(which):
+        return lambda q, k, v: oracle.attention_gradients(
+            q, k, v, dout, causal, kernel=True, tiles=(M, N)
+        )[which]
+
+    columns = sum(math.ceil((T - (j // M * M if causal else 0)) / M) for j in range(0, T, N))
+    rows = sum(math.ceil((min(T, i + M) if causal else T) / N) for i in range(0, T, M))
+    # The formulas of the counts, less what is stored.
+    least2 = dkdv_bytes(T, **heads, **tile) - 2 * T * D * 4, columns * 8 * M * N * D
+    least3 = dq_bytes(T, **heads, **tile) - T * D * 4, rows * 6 * M * N * D
+    return [
+        Traced(4, "attention_forward", forward, True),
+        Traced(2, "attention_dkdv", dkdv, True, want=want(slice(1, 3)), least=least2),
+        Traced(3, "attention_dq", dq, True, want=want(slice(0, 1)), least=least3),
+    ]
 
 
 def launches(

@@ -273,7 +273,7 @@ if triton is not None:
         #   lse2 and delta are (B * H, T), dk and dv (B * H, S, D), all contiguous
         #   lse2 is lse in base 2, and +inf where a row saw no key; WHOLE: T fills its tiles
         #   load k, v once; loop over the query tiles that see them: p by exp2, then dv, dp, ds, dk
-        #   scale dk at the end; store both; mind: the mask comes before exp2
+        #   scale dk at the end; store both; mind: the mask comes after the scale, before exp2
         tl.static_assert(False, "lab 07 step 2: write _dkdv_kernel")
 
 
@@ -334,7 +334,7 @@ if triton is not None:
         # TODO step 3 (about 20 lines; handout section 4): the loop of _dq_kernel, below
         #   k_ptr and v_ptr point to key 0 of this head; make the tile of pointers for key lo here
         #   step 2 with the loops swapped: k and v through _load, p by exp2, then dp, ds, dq
-        #   MASKED: padding keys are masked, and when CAUSAL later ones, before exp2
+        #   MASKED: padding keys are masked, when CAUSAL later ones, too: after scale2, before exp2
         #   returns dq without the scale (leave this function alone if your kernel does without)
         tl.static_assert(False, "lab 07 step 3: write _dq_keys")
 

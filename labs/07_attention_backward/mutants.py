@@ -205,8 +205,8 @@ STEP_2 = [
             "s = s + 0.0",
         ),
         (
-            "p = tl.exp2(s * scale2 - lse2[None, :])  # (BLOCK_N, BLOCK_M)",
-            "p = tl.exp2(s * scale2 - lse2[None, :])  # (BLOCK_N, BLOCK_M)\n"
+            "p = tl.exp2(s)  # (BLOCK_N, BLOCK_M)",
+            "p = tl.exp2(s)  # (BLOCK_N, BLOCK_M)\n"
             "            if CAUSAL:\n"
             "                p = p * (offs_n[:, None] <= rows[None, :]).to(tl.float32)",
         ),
@@ -338,6 +338,15 @@ STEP_2 = [
         "test_dkdv_scale",
         "the scale asked for is ignored",
         ("if scale is None else scale", "if True else scale"),
+    ),
+    bug(
+        "dkdv-mask-before-scale",
+        2,
+        DKDV,
+        "test_dkdv_scale",
+        "the mask comes before the scale: -inf times a negative scale is inf, times 0 NaN",
+        ("s = s * scale2 - lse2[None, :]", "s = s + 0.0"),
+        ("p = tl.exp2(s)", "p = tl.exp2(s * scale2 - lse2[None, :])"),
     ),
     bug(
         "dkdv-dv-of-ds",
@@ -542,9 +551,9 @@ STEP_3 = [
         "p is multiplied by a 0/1 mask after exp: inf times 0 is NaN (handout section 4)",
         ('                s = tl.where(visible, s, float("-inf"))', "                s = s + 0.0"),
         (
-            "p = tl.exp2(s * scale2 - lse2[:, None])",
+            "p = tl.exp2(s)",
             "ok = (cols[None, :] < S) & ((cols[None, :] <= offs_m[:, None]) | (not CAUSAL))\n"
-            "            p = tl.exp2(s * scale2 - lse2[:, None]) * ok.to(tl.float32)",
+            "            p = tl.exp2(s) * ok.to(tl.float32)",
         ),
     ),
     bug(
@@ -689,6 +698,15 @@ STEP_3 = [
         "test_dq",
         "causal is always on (handout section 4)",
         ('"CAUSAL": causal', '"CAUSAL": True'),
+    ),
+    bug(
+        "dq-mask-before-scale",
+        3,
+        KEYS,
+        "test_dq_scale",
+        "the mask comes before the scale: -inf times a negative scale is inf, times 0 NaN",
+        ("s = s * scale2 - lse2[:, None]", "s = s + 0.0"),
+        ("p = tl.exp2(s)", "p = tl.exp2(s * scale2 - lse2[:, None])"),
     ),
     bug(
         "dq-no-scale",

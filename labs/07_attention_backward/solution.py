@@ -306,10 +306,11 @@ if triton is not None:
             # Both products that need no softmax, one behind the other: dp is ready when p is.
             s = tl.dot(k, tl.trans(q))  # (BLOCK_N, BLOCK_M)
             dp = tl.dot(v, tl.trans(dout))  # (BLOCK_N, BLOCK_M)
+            s = s * scale2 - lse2[None, :]  # (BLOCK_N, BLOCK_M), before the mask: -inf * 0 is NaN
             if CAUSAL:
                 if start_m < start_n + BLOCK_N - 1:  # from there on every row sees every key
                     s = tl.where(offs_n[:, None] <= rows[None, :], s, float("-inf"))
-            p = tl.exp2(s * scale2 - lse2[None, :])  # (BLOCK_N, BLOCK_M)
+            p = tl.exp2(s)  # (BLOCK_N, BLOCK_M)
             dv = tl.dot(p.to(dout.dtype), dout, dv)
             ds = p * (dp - delta[None, :])  # (BLOCK_N, BLOCK_M)
             dk = tl.dot(ds.to(q.dtype), q, dk)
@@ -385,12 +386,13 @@ if triton is not None:
             v = _load(v_ptrs, cols[:, None] < S, 0.0, WHOLE)  # (BLOCK_N, D)
             s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
             dp = tl.dot(dout, tl.trans(v))  # (BLOCK_M, BLOCK_N)
+            s = s * scale2 - lse2[:, None]  # (BLOCK_M, BLOCK_N), before the mask: -inf * 0 is NaN
             if MASKED:
                 visible = cols[None, :] < S  # (1, BLOCK_N)
                 if CAUSAL:
                     visible = visible & (cols[None, :] <= offs_m[:, None])  # (BLOCK_M, BLOCK_N)
                 s = tl.where(visible, s, float("-inf"))  # (BLOCK_M, BLOCK_N)
-            p = tl.exp2(s * scale2 - lse2[:, None])  # (BLOCK_M, BLOCK_N)
+            p = tl.exp2(s)  # (BLOCK_M, BLOCK_N)
             ds = p * (dp - delta[:, None])  # (BLOCK_M, BLOCK_N)
             dq = tl.dot(ds.to(k.dtype), k, dq)
             k_ptrs += BLOCK_N * stride_ks

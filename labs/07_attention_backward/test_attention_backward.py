@@ -326,7 +326,7 @@ def test_dkdv_of_an_expanded_dout(lab, device):
 
 
 @step2
-@pytest.mark.parametrize("scale", [0.5, 0.05])
+@pytest.mark.parametrize("scale", [0.5, 0.05, -0.25, 0.0])
 def test_dkdv_scale(lab, device, scale):
     check_dkdv(lab, *problem(1, 2, 21, 32, device=device), True, scale=scale)
 
@@ -554,7 +554,7 @@ def test_dq_of_an_expanded_dout(lab, device):
 
 
 @step3
-@pytest.mark.parametrize("scale", [0.5, 0.05])
+@pytest.mark.parametrize("scale", [0.5, 0.05, -0.25, 0.0])
 def test_dq_scale(lab, device, scale):
     check_dq(lab, *problem(1, 2, 21, 32, device=device), True, scale=scale)
 

@@ -312,14 +312,14 @@ class _Problem:
         dp = dout @ v.transpose(-2, -1)
         ds = p * (dp + (dout * (p @ v)).sum(dim=-1, keepdim=True))
         return (
-            float((ds @ k).max()) * self.scale,
-            float(_sum_groups(ds.transpose(-2, -1) @ q, kv_heads).max()) * self.scale,
+            float((ds @ k).max()) * abs(self.scale),
+            float(_sum_groups(ds.transpose(-2, -1) @ q, kv_heads).max()) * abs(self.scale),
             float(_sum_groups(p.transpose(-2, -1) @ dout, kv_heads).max()),
         )
 
     def score_terms(self, q, k) -> float:
         """Largest sum of absolute terms of one visible score."""
-        s = q.double().abs() @ _for_heads(k, q).double().abs().transpose(-2, -1) * self.scale
+        s = q.double().abs() @ _for_heads(k, q).double().abs().transpose(-2, -1) * abs(self.scale)
         if self.visible is not None:
             s = s.masked_fill(~self.visible, 0.0)
         return float(s.max())

@@ -108,11 +108,40 @@ def test_forward_of_the_backward_lab(impl):
     lab = "07_attention_backward"
     if not (_impl.LABS / lab / f"{impl}.py").is_file():
         pytest.skip("needs the lab")
-    (choice,) = bench.lab_bench(_impl.LABS / lab).traced(_impl.load(lab, impl), KERNEL)
+    choice, *_ = bench.lab_bench(_impl.LABS / lab).traced(_impl.load(lab, impl), KERNEL)
     found = trace.trace(choice, KERNEL)
     assert letters(found) == ["DD...", "FFDD.", "FFFFF"]
     assert [n / least for _, n, least in found.numbers] == [1.0, 1.0]
     assert "right" in found.verdict
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("step", "agree", "order"),
+    [
+        (
+            2,
+            "dk and dv agree",
+            [[[1], [1], [], [], []], [[2], [2], [1], [1], []], [[3], [3], [2], [2], [1]]],
+        ),
+        (
+            3,
+            "dq agrees",
+            [[[1], [2], [], [], []], [[1], [2], [3], [4], []], [[1], [2], [3], [4], [5]]],
+        ),
+    ],
+)
+def test_backward_walks_down_columns_and_along_rows(step, agree, order):
+    """Lab 07: dk and dv count the query tiles of each key tile, dq the key tiles of each row."""
+    lab = "07_attention_backward"
+    if not (_impl.LABS / lab / "solution.py").is_file():
+        pytest.skip("needs the lab's reference")
+    choices = bench.lab_bench(_impl.LABS / lab).traced(_impl.load(lab, "solution"), KERNEL)
+    found = trace.trace(next(t for t in choices if t.step == step), KERNEL)
+    assert letters(found) == ["DD...", "FFDD.", "FFFFF"]
+    assert orders(found) == order
+    assert [n / least for _, n, least in found.numbers] == [1.0, 1.0]
+    assert found.verdict == f"the result is right: {agree} with float64"
 
 
 @needs_interpreter
