@@ -177,8 +177,9 @@ if triton is not None:
             pid_m, pid_n = _grouped_order(pid, tiles_m, tiles_n, GROUP)
         # TODO step 3 (about 22 lines; handout section 4): step 2's kernel, for any M, N and K
         #   rows past M and columns past N: mask them off, or let them wrap round to real ones
-        #   past K, where EVEN_K is False: 0 in both tiles
-        #   the store is masked to what lies in C; whatever a stride multiplies is int64
+        #   past K: 0 in both tiles where EVEN_K is False; no mask along K where it is True
+        #   the store is masked to what lies in C; whatever a stride multiplies is int64 (pid_m and
+        #   pid_n are not)
         tl.static_assert(False, "lab 05 step 3: write _ragged_kernel")
 
 

@@ -114,6 +114,63 @@ STEP_1 = [
         "each product of tiles is computed twice",
         ("acc += a_tile @ b_tile", "acc += (a_tile @ b_tile + a_tile @ b_tile) / 2"),
     ),
+    waste(
+        "tiled-fixed-tile",
+        1,
+        TILED,
+        "test_tiled_matmul_works_on_tiles",
+        "the block sizes are ignored, every tile is 16 x 16 x 16 (handout section 2)",
+        (
+            "    dtype = torch.float64 if",
+            "    block_m = block_n = block_k = 16\n    dtype = torch.float64 if",
+        ),
+    ),
+    waste(
+        "tiled-whole-rows",
+        1,
+        TILED,
+        "test_tiled_matmul_works_on_tiles",
+        "block_n is ignored: a tile of C is as wide as C (handout section 2)",
+        ("range(0, N, block_n)", "range(0, N, N)"),
+        ("min(j0 + block_n, N)", "N"),
+    ),
+    waste(
+        "tiled-half-depth",
+        1,
+        TILED,
+        "test_tiled_matmul_works_on_tiles",
+        "products are half as deep as block_k, and twice as many",
+        (
+            "    dtype = torch.float64 if",
+            "    block_k = (block_k + 1) // 2\n    dtype = torch.float64 if",
+        ),
+    ),
+    waste(
+        "tiled-float64-for-all",
+        1,
+        TILED,
+        "test_tiled_matmul_works_on_tiles",
+        "half and float32 inputs are multiplied in float64, which is slow",
+        ("torch.float64 if a.dtype == torch.float64 else torch.float32", "torch.float64"),
+    ),
+    waste(
+        "tiled-one-element",
+        1,
+        "",
+        "test_tiled_matmul_works_on_tiles",
+        "one element of C at a time, from a whole row and a whole column (handout section 1)",
+        append="""
+def tiled_matmul(a, b, block_m=16, block_n=16, block_k=16):
+    _check_product(a, b)
+    check_blocks(block_m=block_m, block_n=block_n, block_k=block_k)
+    dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+    c = a.new_empty(a.shape[0], b.shape[1])
+    for i, row in enumerate(a):
+        for j, column in enumerate(b.t()):
+            c[i, j] = (row.to(dtype) * column.to(dtype)).sum()
+    return c
+""",
+    ),
     cheat(
         "tiled-is-torch",
         1,
@@ -215,7 +272,7 @@ STEP_2 = [
         2,
         FIRST,
         "test_triton_matmul_offsets_beyond_32_bits",
-        "row times stride wraps past 2**31 (handout section 3)",
+        "row times stride overflows 2**31 (handout section 3)",
         ("tl.program_id(0).to(tl.int64)", "tl.program_id(0)"),
     ),
     bug(
@@ -223,7 +280,7 @@ STEP_2 = [
         2,
         FIRST,
         "test_triton_matmul_offsets_beyond_32_bits",
-        "depth times stride wraps past 2**31 within a tile (handout section 3)",
+        "depth times stride overflows 2**31 within a tile (handout section 3)",
         ("tl.arange(0, BLOCK_K).to(tl.int64)", "tl.arange(0, BLOCK_K)"),
     ),
     bug(
@@ -231,7 +288,7 @@ STEP_2 = [
         2,
         FIRST,
         "test_triton_matmul_offsets_beyond_32_bits",
-        "BLOCK_K times stride wraps past 2**31 from one tile to the next (handout section 3)",
+        "BLOCK_K times stride overflows 2**31 from one tile to the next (handout section 3)",
         ("step = tl.full((), BLOCK_K, tl.int64)", "step = BLOCK_K"),
     ),
     bug(
@@ -239,7 +296,7 @@ STEP_2 = [
         2,
         FIRST,
         "test_triton_matmul_stores_beyond_32_bits",
-        "row times stride of C wraps past 2**31 (handout section 3)",
+        "row times stride of C overflows 2**31 (handout section 3)",
         ("offs_m[:, None] * stride_cm", "offs_m.to(tl.int32)[:, None] * stride_cm"),
     ),
     bug(
@@ -271,6 +328,57 @@ STEP_2 = [
             "            c = c_ptr + offs_m[:, None] * stride_cm + offs_n[None, :]\n"
             "            tl.store(c, acc.to(c_ptr.dtype.element_ty))\n",
         ),
+    ),
+    waste(
+        "first-column-by-column",
+        2,
+        FIRST,
+        "test_triton_matmul_goes_row_by_row",
+        "programs go down the columns of C: right numbers, another order than promised",
+        ("pid // tiles_n * BLOCK_M", "pid % (tl.num_programs(0) // tiles_n) * BLOCK_M"),
+        ("pid % tiles_n * BLOCK_N", "pid // (tl.num_programs(0) // tiles_n) * BLOCK_N"),
+    ),
+    waste(
+        "first-copies",
+        2,
+        "",
+        "test_triton_matmul_layouts",
+        "turned matrices are copied before the kernel starts (handout section 3)",
+        append="""
+_strided = triton_matmul
+
+
+def triton_matmul(a, b, *args, **kwargs):
+    return _strided(a.contiguous(), b.contiguous(), *args, **kwargs)
+""",
+    ),
+    waste(
+        "first-float32-operands",
+        2,
+        FIRST,
+        "test_triton_matmul_compiles_for_every_card",
+        "half tiles are multiplied in TF32, with twice as many instructions",
+        ("tl.dot(a, b, acc)", "tl.dot(a.to(tl.float32), b.to(tl.float32), acc)"),
+    ),
+    waste(
+        "first-no-tensor-cores",
+        2,
+        FIRST,
+        "test_triton_matmul_compiles_for_every_card",
+        "tiles are multiplied in float32 on ordinary units (handout section 1)",
+        (
+            "tl.dot(a, b, acc)",
+            'tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")',
+        ),
+    ),
+    waste(
+        "first-clamped",
+        2,
+        FIRST,
+        "test_triton_matmul_compiles_for_every_card",
+        "columns are clamped for no reason: tiles of B are loaded element by element (handout "
+        "section 4)",
+        ("offs_n[None, :] * stride_bn\n", "tl.minimum(offs_n, N - 1)[None, :] * stride_bn\n"),
     ),
     cheat(
         "first-is-torch",
@@ -329,6 +437,18 @@ STEP_3 = [
         "test_ragged_matmul",
         "only A is 0 past K: 0 times whatever B has there can be NaN (handout section 4)",
         ("offs_k[:, None] < K - start, other=0.0)", "offs_k[:, None] < K - start)"),
+    ),
+    bug(
+        "ragged-depth-wrapped",
+        3,
+        RAGGED,
+        "test_ragged_matmul_not_finite",
+        "A wraps round along K and only B is 0 past it: 0 times an infinity of A is NaN (handout "
+        "section 4)",
+        (
+            "tl.load(a_ptrs, mask=offs_k[None, :] < K - start, other=0.0)",
+            "tl.load(a_ptr + rows[:, None] * stride_am + (offs_k + start)[None] % K * stride_ak)",
+        ),
     ),
     bug(
         "ragged-rows-unmasked",
@@ -391,7 +511,7 @@ STEP_3 = [
         3,
         RAGGED,
         "test_ragged_matmul_offsets_beyond_32_bits",
-        "row times stride wraps past 2**31 (handout section 3)",
+        "row times stride overflows 2**31 (handout section 3)",
         ("(offs_m % M).to(tl.int64)", "(offs_m % M)"),
     ),
     bug(
@@ -399,7 +519,7 @@ STEP_3 = [
         3,
         RAGGED,
         "test_ragged_matmul_offsets_beyond_32_bits",
-        "column times stride wraps past 2**31 in a turned B (handout section 3)",
+        "column times stride overflows 2**31 in a turned B (handout section 3)",
         ("(offs_n % N).to(tl.int64)", "(offs_n % N)"),
     ),
     bug(
@@ -407,7 +527,7 @@ STEP_3 = [
         3,
         RAGGED,
         "test_ragged_matmul_offsets_beyond_32_bits",
-        "BLOCK_K times stride wraps past 2**31 from one tile to the next (handout section 3)",
+        "BLOCK_K times stride overflows 2**31 from one tile to the next (handout section 3)",
         ("step = tl.full((), BLOCK_K, tl.int64)", "step = BLOCK_K"),
     ),
     bug(
@@ -415,7 +535,7 @@ STEP_3 = [
         3,
         RAGGED,
         "test_ragged_matmul_stores_beyond_32_bits",
-        "row times stride of C wraps past 2**31 (handout section 3)",
+        "row times stride of C overflows 2**31 (handout section 3)",
         ("offs_m.to(tl.int64)[:, None] * stride_cm", "offs_m[:, None] * stride_cm"),
     ),
     waste(
@@ -435,6 +555,39 @@ STEP_3 = [
         "columns are clamped with tl.minimum: the compiler no longer sees neighbours, loads single "
         "elements and copies nothing ahead (handout section 4)",
         ("offs_n % N", "tl.minimum(offs_n, N - 1)"),
+    ),
+    waste(
+        "ragged-masks-always",
+        3,
+        RAGGED,
+        "test_ragged_matmul_masks_no_even_depth",
+        "EVEN_K is ignored and every load is masked (handout section 4)",
+        ("if EVEN_K:", "if False:"),
+    ),
+    waste(
+        "ragged-copies",
+        3,
+        "",
+        "test_ragged_matmul_layouts",
+        "turned matrices are copied before the kernel starts (handout section 3)",
+        append="""
+_strided = ragged_matmul
+
+
+def ragged_matmul(a, b, *args, **kwargs):
+    return _strided(a.contiguous(), b.contiguous(), *args, **kwargs)
+""",
+    ),
+    waste(
+        "ragged-no-tensor-cores",
+        3,
+        RAGGED,
+        "test_ragged_matmul_compiles_for_every_card",
+        "tiles are multiplied in float32 on ordinary units (handout section 1)",
+        (
+            "tl.dot(a, b, acc)",
+            'tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")',
+        ),
     ),
     waste(
         "ragged-padded-copies",
@@ -562,6 +715,14 @@ STEP_4 = [
         "a wave that does not exist has no tiles, instead of a ValueError",
         ("if not 0 <= wave < waves:", "if False:"),
     ),
+    bug(
+        "wave-one-too-many",
+        4,
+        WAVE,
+        "test_grouped_order_rejects",
+        "where waves are full, one more is taken to exist, with no tiles",
+        ("-(-tiles_m * tiles_n // programs)", "tiles_m * tiles_n // programs + 1"),
+    ),
     cheat(
         "wave-hard-coded",
         4,
@@ -651,6 +812,22 @@ STEP_5 = [
         ("if min(needs) > limit:", "if False:"),
     ),
     bug(
+        "fitting-says-the-largest",
+        5,
+        FITTING,
+        "test_fitting_configs_of_each_card",
+        "the message says what the largest needs, not the smallest",
+        ("got {min(needs)}", "got {max(needs)}"),
+    ),
+    bug(
+        "fitting-says-the-first",
+        5,
+        FITTING,
+        "test_fitting_configs_of_each_card",
+        "the message says what the first needs, not the smallest",
+        ("got {min(needs)}", "got {needs[0]}"),
+    ),
+    bug(
         "fitting-dtype-ignored",
         5,
         FITTING,
@@ -665,6 +842,42 @@ STEP_5 = [
         "test_autotuned_kernel_tries_what_fits_once_a_bucket",
         "configurations that cannot launch are tried, too (handout section 6)",
         ('prune_configs_by={"early_config_prune": prune_for_card},', ""),
+    ),
+    bug(
+        "tuner-list-cut-by-hand",
+        5,
+        TUNER,
+        "test_autotuned_kernel_tries_what_fits_once_a_bucket",
+        "the list is cut by hand for one card, and nothing is pruned on others (handout section 6)",
+        ("configs=CONFIGS,", "configs=CONFIGS[1:],"),
+        ('prune_configs_by={"early_config_prune": prune_for_card},', ""),
+    ),
+    bug(
+        "tuner-pruned-for-one-card",
+        5,
+        TUNER,
+        "test_autotuned_kernel_tries_what_fits_once_a_bucket",
+        "pruned with one card's limit and 2 bytes a number, whatever the card and the inputs are",
+        (
+            '{"early_config_prune": prune_for_card}',
+            '{"early_config_prune": lambda c, *_, **__: fitting_configs(c, 2, 12, 101_376)}',
+        ),
+    ),
+    waste(
+        "tuner-restores",
+        5,
+        TUNER,
+        "test_autotuned_kernel_tries_what_fits_once_a_bucket",
+        "what each trial overwrites is put back, and none needs it (handout section 6)",
+        ("configs=CONFIGS,", 'configs=CONFIGS, restore_value=["c_ptr"],'),
+    ),
+    waste(
+        "tuner-clears",
+        5,
+        TUNER,
+        "test_autotuned_kernel_tries_what_fits_once_a_bucket",
+        "C is cleared before each trial, which overwrites all of it (handout section 6)",
+        ("configs=CONFIGS,", 'configs=CONFIGS, reset_to_zero=["c_ptr"],'),
     ),
     bug(
         "tuner-key-of-rows",

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labs._harness import cards, interpreter, memory, oracle, runtime, xray
+from labs._harness import cards, interpreter, memory, oracle, runtime, work, xray
 from labs._harness.cases import (
     check_compiles,
     interpreter_only,
@@ -205,30 +205,35 @@ def test_tiled_matmul_not_finite(lab, device):
     check(lab.tiled_matmul, a, b, 8, 8, 8)  # one row NaN, one column and one row infinite
 
 
-PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "dot")
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
 
 
 class Depths(TorchDispatchMode):
-    """Notes the largest inner dimension of a matrix product."""
+    """Notes the operands of each matrix product, and how far other operations read.
 
-    deepest = 0
+    Attributes:
+        products: (shape of the left, shape of the right, dtype) -> how many.
+        longest: the longest side of what any other operation reads; views read nothing.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.products = Counter()
+        self.longest = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # True imports torch._dynamo, which takes a second
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._overloadpacket.__name__ in (
-            "mm",
-            "bmm",
-            "addmm",
-            "baddbmm",
-            "addbmm",
-            "mv",
-            "dot",
-        ):
-            left = [x for x in args if isinstance(x, torch.Tensor)][-2]
-            self.deepest = max(self.deepest, left.shape[-1])
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if func._overloadpacket.__name__ in PRODUCTS:
+            left, right = (tuple(x.shape) for x in tensors[-2:])
+            batch = left[0] if len(left) == 3 else 1
+            self.products[left[-2:], right[-2:], tensors[-1].dtype] += batch
+        elif not (facts := work.operation(func)).view:
+            read = tensors[facts.reads]
+            self.longest = max([self.longest, *(n for x in read for n in x.shape)])
         return func(*args, **(kwargs or {}))
 
 
@@ -237,13 +242,29 @@ class Depths(TorchDispatchMode):
 def test_tiled_matmul_works_on_tiles(lab, device, dtype):
     M, N, K, block_m, block_n, block_k = 32, 48, 512, 16, 24, 32
     a, b = matrices(M, N, K, dtype, device)
-    with Depths() as seen:
-        lab.tiled_matmul(a, b, block_m, block_n, block_k)
+    with lab.guarded("tiled_matmul"), Depths() as seen:  # without what the guard does to inputs
+        lab.tiled_matmul.__wrapped__(a, b, block_m, block_n, block_k)
     work = lab.work
-    assert seen.deepest <= block_k, (
-        f"each product is of two tiles, at most block_k = {block_k} deep: got one of "
-        f"{seen.deepest}. The third loop is missing"
+    tiles = (block_m, block_k), (block_k, block_n)
+    turned = (block_n, block_k), (block_k, block_m)  # the transposed tile of C
+    for left, right, kind in seen.products:
+        assert left[-1] <= block_k, (
+            f"each product is of two tiles, at most block_k = {block_k} deep: got one of "
+            f"{left[-1]}. The third loop is missing"
+        )
+        assert (left, right) in (tiles, turned), (
+            f"block_m, block_n, block_k = {block_m}, {block_n}, {block_k} divide M, N and K: each "
+            f"product is of tiles {tiles[0]} and {tiles[1]}; got one of {left} and {right}"
+        )
+        assert kind == F32, f"for {dtype} inputs products are of float32 tiles: got {kind}"
+    longest = max(M, N, block_k)
+    assert seen.longest <= longest, (
+        f"K is {K} and is walked in pieces of block_k = {block_k}: got an operation on a tensor "
+        f"with a side of {seen.longest}"
     )
+    wanted = M // block_m * (N // block_n) * (K // block_k)
+    got = seen.products.total()
+    assert got in (0, wanted), f"{wanted} pairs of tiles, each multiplied once: got {got} products"
     most = max(M * N, block_m * block_k, block_k * block_n)
     assert work.most_elements <= 1.5 * most, (
         f"nothing larger than C or a tile ({most:,} elements) is needed: got {work.most_text}. "
@@ -320,6 +341,15 @@ def test_triton_matmul(lab, device, dtype):
 def test_triton_matmul_layouts(lab, device):
     for a, b in layouts(32, 32, 32, device).values():
         check(lab.triton_matmul, a, b, 16, 32, 16)
+        check_not_copied(lab)
+
+
+def check_not_copied(lab):
+    got, c = lab.work.allocated, lab.last_call[3]
+    assert got == c.nbytes, (
+        f"the kernel reads a and b where they lie, with their strides: {c.nbytes:,} bytes made, "
+        f"for C; got {got:,}. contiguous() copies a turned matrix"
+    )
 
 
 @step2
@@ -359,6 +389,35 @@ def check_work(work, M, N, K, block_m, block_n, block_k, exact=False, itemsize=4
     assert work.dot_flops == flops, (
         f"one tl.dot for each pair of tiles, {flops:,} FLOPs: got {work.dot_flops:,}"
     )
+
+
+class FirstWave(interpreter.Observer):
+    """Runs the first programs of a launch only, and notes the different tiles that they load."""
+
+    def __init__(self, programs):
+        self.programs = programs
+        self.tiles = defaultdict(set)
+
+    def program(self, launch):
+        return launch.program[0] < self.programs
+
+    def load(self, launch, address, mask, itemsize):
+        first = int(address[mask].min())
+        self.tiles[launch.tensor_at(first)].add(first)
+
+
+@step2
+@interpreter_only
+def test_triton_matmul_goes_row_by_row(lab, device):
+    a, b = matrices(64, 48, 16, device=device)
+    for programs, want in ((3, (1, 3)), (6, (2, 3))):
+        with interpreter.observe(wave := FirstWave(programs)):
+            lab.triton_matmul(a, b, 16, 16, 16)
+        got = len(wave.tiles["a_ptr"]), len(wave.tiles["b_ptr"])
+        assert got == want, (
+            f"4 x 3 tiles, row by row: the first {programs} programs load {want} different tiles "
+            f"of A and of B; got {got}. Program pid makes tile (pid // tiles_n, pid % tiles_n)"
+        )
 
 
 def far_matrix(device):
@@ -450,11 +509,45 @@ def compiled(lab, request, wanted):
     return kernels
 
 
+MAY_SPILL = 64  # bytes a thread: ptxas spills 8 to 40 of some right kernels at this tile
+
+
+def check_compiled_well(lab, request, launcher, **options):
+    """Compiles for every card, on tensor cores, with tiles of 128 x 64 and 64 x 64 copied ahead."""
+    check_compiles(lab, request, launcher, may_spill=True, **options)
+    found = compiled(lab, request, [(launcher, arch, options) for arch in cards.CARDS])
+    for c in found:
+        assert c.spill <= MAY_SPILL, (
+            f"{c.arch}: {c.spill:,} bytes a thread are spilled, want at most {MAY_SPILL}: the "
+            "kernel holds more at a time than registers have room for"
+        )
+        assert c.instructions["mma"] or c.instructions["wgmma"], (
+            f"{c.arch}: no tensor-core instruction (mma or wgmma). tl.dot makes them of two half "
+            'tiles; of float32 tiles with input_precision="ieee" it makes none'
+        )
+        # 128 x 64 and 64 x 64 numbers of 2 bytes, 16 bytes for each of 128 threads, 3 stages.
+        got = c.instructions["cp.async"]
+        assert got >= 36, (
+            f"{c.arch}: want 36 asynchronous copies of 16 bytes, that is tiles of A and B copied "
+            f"ahead while the tensor cores work; got {got}. The compiler must see that neighbours "
+            "in a row lie side by side: wrap with %, or mask; tl.minimum hides it. And it copies "
+            "ahead in a `for` loop, not in a `while` loop"
+        )
+    return found
+
+
 @step2
 @needs_compiler
 @pytest.mark.timeout(240)
 def test_triton_matmul_compiles_for_every_card(lab, request):
-    check_compiles(lab, request, "triton_matmul")
+    for c in check_compiled_well(lab, request, "triton_matmul"):
+        # 128 x 64 x 64: 4 warps with mma of 16 x 8 x 16, or together with wgmma of 64 x 64 x 16.
+        kind, most = ("wgmma", 8) if c.instructions["wgmma"] else ("mma", 64)
+        got = c.instructions[kind]
+        assert got <= most, (
+            f"{c.arch}: want {most} {kind} instructions for one product of two tiles, got {got}. "
+            "Multiply half tiles as they are: in float32 (TF32) it takes twice as many"
+        )
 
 
 @step2
@@ -508,6 +601,7 @@ def test_ragged_matmul(lab, device, dtype):
 def test_ragged_matmul_layouts(lab, device):
     for a, b in layouts(19, 23, 31, device).values():
         check(lab.ragged_matmul, a, b, 32, 16, 16)
+        check_not_copied(lab)
 
 
 @step3
@@ -521,7 +615,9 @@ def test_ragged_matmul_sums_in_float32(lab, device, dtype):
 def test_ragged_matmul_not_finite(lab, device):
     # Row 0 and the last are NaN: what wraps round or lies past the edge must not spread it.
     a, b = matrices(19, 18, 22, device=device)
+    # Row 5 is infinite near the start of the depth, which is what an index past K wraps round to.
     a[0, 21], a[18, 3], b[7, 17], b[1, 0] = math.nan, math.nan, INF, -INF
+    a[5, 2] = INF
     check(lab.ragged_matmul, *fenced(a, b), 16, 16, 16)
 
 
@@ -531,6 +627,24 @@ def test_ragged_matmul_moves_few_bytes(lab, device):
     for M, N, K, *tile in [(37, 50, 43, 16, 32, 16), (32, 32, 64, 16, 16, 32)]:
         check(lab.ragged_matmul, *matrices(M, N, K, device=device), *tile)
         check_work(lab.kernels, M, N, K, *tile)
+
+
+@step3
+def test_ragged_matmul_masks_no_even_depth(lab, device):
+    # A kernel that is told EVEN_K trusts it. Told so of K = 24, it multiplies 16 or 32 deep; one
+    # that masks in spite of it still gets 24 right.
+    wide, deep = matrices(48, 48, 48, device=device)
+    a, b = wide[:16, :24], deep[:24, :16]
+    tile = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP": 1}
+    check(lab.ragged_matmul, a, b, 16, 16, 16)
+    c = torch.zeros(16, 16, device=device)
+    # Not under guard, which refuses to read past K.
+    lab._launch_ragged.__wrapped__(lab._ragged_kernel, a, b, c, True, **tile)
+    error = (c - a @ b).abs().max().item()
+    assert error > 0.1, (
+        "where EVEN_K is True no load is masked along K: `if EVEN_K:` chooses between two versions "
+        "of the loads. This kernel masks in both"
+    )
 
 
 @step3
@@ -559,16 +673,7 @@ def test_ragged_matmul_follows_its_input(lab, device):
 @needs_compiler
 @pytest.mark.timeout(240)
 def test_ragged_matmul_compiles_for_every_card(lab, request):
-    check_compiles(lab, request, "ragged_matmul")
-    found = compiled(lab, request, [("ragged_matmul", arch, {}) for arch in cards.CARDS])
-    for c in found:
-        # 128 x 64 and 64 x 64 numbers of 2 bytes, 16 bytes for each of 128 threads, 3 stages.
-        got = c.instructions["cp.async"]
-        assert got >= 36, (
-            f"{c.arch}: want 36 asynchronous copies of 16 bytes, that is tiles of A and B copied "
-            f"ahead while the tensor cores work; got {got}. The compiler must see that neighbours "
-            "in a row lie side by side: wrap with %, or mask; tl.minimum hides it"
-        )
+    check_compiled_well(lab, request, "ragged_matmul")
 
 
 @step3
@@ -661,9 +766,10 @@ def test_grouped_order_rejects(lab):
             lab.wave_tiles(**{"tiles_m": 2, "tiles_n": 2, "group": 2, "programs": 2, **bad})
     with pytest.raises(ValueError, match="programs"):
         lab.wave_tiles(2, 2, 2, 0)
-    for wave in (2, -1):
+    # 4 tiles: two waves of 3 programs or of 2, one of 4.
+    for programs, wave in ((3, 2), (3, -1), (2, 2), (4, 1)):
         with pytest.raises(ValueError, match=str(wave)):
-            lab.wave_tiles(2, 2, 2, 3, wave)
+            lab.wave_tiles(2, 2, 2, programs, wave)
 
 
 @step4
@@ -689,21 +795,6 @@ def test_ragged_matmul_in_grouped_order(lab, device):
         check(lab.ragged_matmul, a, b, 16, 16, 32, group=group)
 
 
-class FirstWave(interpreter.Observer):
-    """Runs the first programs of a launch only, and notes the different tiles that they load."""
-
-    def __init__(self, programs):
-        self.programs = programs
-        self.tiles = defaultdict(set)
-
-    def program(self, launch):
-        return launch.program[0] < self.programs
-
-    def load(self, launch, address, mask, itemsize):
-        first = int(address[mask].min())
-        self.tiles[launch.tensor_at(first)].add(first)
-
-
 @step4
 @interpreter_only
 def test_ragged_matmul_loads_the_tiles_of_its_order(lab, device):
@@ -722,7 +813,7 @@ def test_ragged_matmul_loads_the_tiles_of_its_order(lab, device):
 @needs_compiler
 @pytest.mark.timeout(240)
 def test_grouped_order_compiles_for_every_card(lab, request):
-    check_compiles(lab, request, "ragged_matmul", group=8)
+    check_compiled_well(lab, request, "ragged_matmul", group=8)
 
 
 # ---------------------------------------------------------------- step 5
@@ -771,11 +862,14 @@ def test_fitting_configs_of_each_card(lab):
             )
     large = next(c for c in lab.CONFIGS if _bytes(c, 2, 9) == 196_608)
     assert list(lab.fitting_configs([large], 2, 9, 196_608)) == [large], "just enough is enough"
+    three = [
+        next(c for c in lab.CONFIGS if _bytes(c, 2, 12) == n) for n in (147_456, 55_296, 98_304)
+    ]
     with pytest.raises(ValueError, match=".") as refused:
-        lab.fitting_configs([large], 2, 12, 101_376)
+        lab.fitting_configs(three, 2, 12, 50_000)
     said = str(refused.value).replace(",", "").replace("_", "")
-    assert "101376" in said, f"the message says what was wanted, at most 101,376 bytes: {said}"
-    assert "147456" in said, f"the message says what the smallest needs, 147,456 bytes: {said}"
+    assert "50000" in said, f"the message says what was wanted, at most 50,000 bytes: {said}"
+    assert "55296" in said, f"the message says what the smallest needs, 55,296 bytes: {said}"
 
 
 def _bytes(config, itemsize, major):
@@ -809,6 +903,10 @@ def test_autotuned_kernel_tries_what_fits_once_a_bucket(lab, monkeypatch):
 
     tuner, trials = lab.autotuned_kernel(), []
     assert lab.autotuned_kernel() is tuner, "made once: a new tuner would try everything again"
+    for name in ("reset_to_zero", "restore_value"):
+        assert not getattr(tuner, name, None), (
+            f"{name} copies or clears a tensor in each trial; this kernel overwrites all of C"
+        )
 
     def clock(call, quantiles=None):  # runs nothing; the third to be tried is the fastest
         trials.append(call)
@@ -837,6 +935,14 @@ def test_autotuned_kernel_tries_what_fits_once_a_bucket(lab, monkeypatch):
     assert got == want, (
         f"the fastest of the trials, {third}, is launched: one program, {want:,} FLOPs; got {got:,}"
     )
+    for major, limit, dtype, count in ((9, 232_448, F16, 10), (12, 101_376, F32, 2)):
+        pretend_card(monkeypatch, major, limit)
+        trials.clear()
+        lab.tuned_matmul(*matrices(20, 80, 60, dtype))
+        assert len(trials) == count, (
+            f"compute capability {major}, {limit:,} bytes, {dtype}: {count} of CONFIGS fit and are "
+            f"tried; got {len(trials)}. prune_for_card asks the card and the inputs"
+        )
 
 
 @step5

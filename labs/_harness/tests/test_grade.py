@@ -126,7 +126,7 @@ BAD = {
         def double(x):
             ctypes.string_at(0)
         def total(xs):
-            held = [bytearray(b"x") * (64 << 20) for _ in range(20)]
+            held = [bytearray(b"x") * (64 << 20) for _ in range(40)]
             time.sleep(1000)
         """,
     "skip_leave": """
@@ -188,7 +188,7 @@ def graded(tmp_path_factory):
         text = textwrap.dedent(text).replace("VICTIM", repr(str(victim)))
         (folder / f"{name}.py").write_text(f"{RIGHT}\n\n{text}\n")
     out = top / "out"
-    args = (folder, "--lab", "90", "-j", 2, "--memory-limit", 1, "--points", "1=10")
+    args = (folder, "--lab", "90", "-j", 2, "--memory-limit", 2, "--points", "1=10")
     start = time.monotonic()
     done = subprocess.run(
         command(*args, "--out", out), cwd=root, capture_output=True, text=True, timeout=300
@@ -243,7 +243,7 @@ def test_hangs_and_crashes_name_their_tests_and_spare_the_other_step(graded):
 
 
 def test_memory_is_limited(graded):
-    killed = "killed for memory in test_total[0]: killed: it held more than 1 GB of memory"
+    killed = "killed for memory in test_total[0]: killed: it held more than 2 GB of memory"
     assert killed in said(graded, "segfault_memory")
     assert row(graded, "segfault_memory")["peak_mb"] < 4000
 
