@@ -11,9 +11,8 @@ import math
 import statistics
 
 import torch
-import torch.nn.functional as F
 
-from labs._harness.bench import Check, Provider, Sweep, fit
+from labs._harness.bench import Check, Provider, Sweep, attention_error, fit, sdpa
 from labs._harness.trace import Traced
 
 LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
@@ -48,7 +47,7 @@ def timed(ak, options, gpu) -> list[Sweep]:
         inputs=inputs,
         providers=[
             _flash(ak, options),
-            *(_sdpa(name, causal) for name in BACKENDS),
+            *(sdpa(name, BACKENDS[name], causal) for name in BACKENDS),
             Provider(NAIVE, lambda q, k, v: ak.naive_attention(q, k, v, causal)),
             _tiled(ak, options, 128, 128),
         ],
@@ -151,7 +150,7 @@ def counted(ak, options) -> list[Sweep]:
 
 def check(ak, options, gpu) -> list[Check]:
     """Error within 1e-3 of SDPA MATH in fp16, and at least 3 times its speed at T=2048 in bf16."""
-    math_ = _sdpa("SDPA MATH", causal=True)
+    math_ = sdpa("SDPA MATH", BACKENDS["SDPA MATH"], causal=True)
     tiles = dict(causal=True, block_m=options.block_m, block_n=options.block_n)
     q, k, v = _qkv(1, 8, 64, torch.float16, gpu.device, 1024)
     with math_.context():
@@ -319,21 +318,6 @@ def _tiled(ak, options, block_q, block_k) -> Provider:
     return Provider(TILED, run, yours=True, config=f"{block_q}x{block_k}")
 
 
-def _sdpa(name, causal) -> Provider:
-    """SDPA with one backend pinned; is_causal, because a mask would send it to a slower path."""
-
-    def context():
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        return sdpa_kernel(getattr(SDPBackend, BACKENDS[name]))
-
-    return Provider(
-        name,
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
-        context=context,
-    )
-
-
 def _unfused_softmax(x):
     p = (x - x.amax(dim=-1, keepdim=True)).exp()
     return p / p.sum(dim=-1, keepdim=True)
@@ -352,33 +336,6 @@ def _matrix(rows, device, columns):
     """(rows, columns) float32, random normal."""
     generator = torch.Generator(device).manual_seed(columns)
     return (torch.randn(rows, columns, device=device, generator=generator),)
-
-
-def attention_error(inputs, out, causal) -> tuple[float, float]:
-    """(largest relative error of a sampled row, budget), against float64.
-
-    Up to 4 heads and 32 query rows are compared: the first two, the last, and random ones.
-    The error is |out - want| / |want| over the row; the budget 8 ulp of the dtype (of TF32 at
-    least, which a GPU may use for float32; of 16 bits on a CPU).
-    """
-    q, k, v = inputs
-    B, H, T, D = q.shape
-    budget = 8 * max(torch.finfo(q.dtype).eps, 2**-10 if q.is_cuda else 2**-16)
-    if not isinstance(out, torch.Tensor) or out.shape != q.shape:
-        return math.inf, budget
-    pick = torch.Generator().manual_seed(T)
-    random_rows = torch.randint(0, T, (29,), generator=pick)
-    rows = torch.cat([torch.tensor([0, min(1, T - 1), T - 1]), random_rows]).unique().to(q.device)
-    heads = {0, B * H - 1, *torch.randint(0, B * H, (2,), generator=pick).tolist()}
-    future = torch.arange(T, device=q.device)[None, :] > rows[:, None]
-    errors = []
-    for b, h in (divmod(head, H) for head in heads):
-        s = q[b, h, rows].double() @ k[b, h].double().T / math.sqrt(D)
-        if causal:
-            s = s.masked_fill(future, float("-inf"))
-        want = s.softmax(dim=-1) @ v[b, h].double()
-        errors.append((out[b, h, rows].double() - want).norm(dim=-1) / want.norm(dim=-1))
-    return torch.cat(errors).max().item(), budget
 
 
 def softmax_error(inputs, y) -> tuple[float, float]:

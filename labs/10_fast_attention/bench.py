@@ -15,9 +15,8 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
-from labs._harness.bench import Check, Provider, Sweep
+from labs._harness.bench import Check, Provider, Sweep, attention_error, sdpa
 from labs._harness.trace import Traced
 from labs._impl import ROOT
 
@@ -54,7 +53,10 @@ def timed(fa, options, gpu) -> list[Sweep]:
             axis="T",
             sizes=options.lengths or LENGTHS,
             inputs=functools.partial(_qkv, B_of, H, D, dtype, gpu.device),
-            providers=[*rungs(fa, D, causal, dtype), *(_sdpa(name, causal) for name in BACKENDS)],
+            providers=[
+                *rungs(fa, D, causal, dtype),
+                *(sdpa(name, BACKENDS[name], causal) for name in BACKENDS),
+            ],
             verify=functools.partial(attention_error, causal=causal),
             unit="TFLOP/s",
             work=functools.partial(_flops, B_of, H, D, causal),
@@ -256,7 +258,7 @@ def check(fa, options, gpu) -> list[Check]:
         eight = {p.name: p for p in _fp8(fa, D, causal)} if _capability() >= (8, 9) else {}
         if eight and D == 128:
             runs[FP8] = functools.partial(eight[FP8].run, q, k, v)
-        ms = _medians(gpu, runs, {n: _sdpa(n, causal) for n in BACKENDS}, (q, k, v))
+        ms = _medians(gpu, runs, {n: sdpa(n, BACKENDS[n], causal) for n in BACKENDS}, (q, k, v))
         plain = TUNED, TMA, TMA_LATE
         for name in plain:
             error, budget = attention_error((q, k, v), runs[name](), causal)
@@ -484,21 +486,6 @@ def _outputs(T, heads, D, e) -> int:
     return heads * (e * T * D + 4 * T)
 
 
-def _sdpa(name, causal) -> Provider:
-    """SDPA with one backend pinned."""
-
-    def context():
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        return sdpa_kernel(getattr(SDPBackend, BACKENDS[name]))
-
-    return Provider(
-        name,
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
-        context=context,
-    )
-
-
 # ---------------------------------------------------------------- inputs and oracle
 def _qkv(batch, H, D, dtype, device, T):
     """q, k, v (B, H, T, D), random normal, the same for every run."""
@@ -507,29 +494,3 @@ def _qkv(batch, H, D, dtype, device, T):
         torch.randn(batch(T), H, T, D, dtype=dtype, device=device, generator=generator)
         for _ in range(3)
     )
-
-
-def attention_error(inputs, out, causal) -> tuple[float, float]:
-    """(largest relative error of a sampled row, budget), against float64.
-
-    Up to 4 heads and 32 query rows are compared: the first two, the last, and random ones. The
-    budget is 8 ulp of the dtype; e4m3 outputs, told by their error alone, have no place here.
-    """
-    q, k, v = inputs
-    B, H, T, D = q.shape
-    budget = 8 * max(torch.finfo(q.dtype).eps, 2**-10 if q.is_cuda else 2**-16)
-    if not isinstance(out, torch.Tensor) or out.shape != q.shape:
-        return math.inf, budget
-    pick = torch.Generator().manual_seed(T)
-    some = torch.randint(0, T, (29,), generator=pick)
-    rows = torch.cat([torch.tensor([0, min(1, T - 1), T - 1]), some]).unique().to(q.device)
-    heads = {0, B * H - 1, *torch.randint(0, B * H, (2,), generator=pick).tolist()}
-    future = torch.arange(T, device=q.device)[None, :] > rows[:, None]
-    errors = []
-    for b, h in (divmod(head, H) for head in heads):
-        s = q[b, h, rows].double() @ k[b, h].double().T / math.sqrt(D)
-        if causal:
-            s = s.masked_fill(future, float("-inf"))
-        want = s.softmax(dim=-1) @ v[b, h].double()
-        errors.append((out[b, h, rows].double() - want).norm(dim=-1) / want.norm(dim=-1))
-    return torch.cat(errors).max().item(), budget

@@ -12,10 +12,9 @@ import statistics
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from labs._harness import gluon_emulator
-from labs._harness.bench import Check, Provider, Sweep
+from labs._harness.bench import Check, Provider, Sweep, attention_error, sdpa
 from labs._impl import LoadError
 
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
@@ -68,7 +67,11 @@ def _sweep(ws, options, gpu, D, causal, dtype, lengths) -> Sweep:
         axis="T",
         sizes=lengths,
         inputs=functools.partial(_qkv, H, D, dtype, gpu.device),
-        providers=[*versions, _sdpa(CUDNN, causal), _sdpa(FLASH, causal)],
+        providers=[
+            *versions,
+            sdpa(CUDNN, BACKENDS[CUDNN], causal),
+            sdpa(FLASH, BACKENDS[FLASH], causal),
+        ],
         verify=functools.partial(attention_error, causal=causal),
         unit="TFLOP/s",
         work=lambda T: flops(batch(T), H, T, D, causal),
@@ -209,7 +212,7 @@ def check(ws, options, gpu) -> list[Check]:
 def _check_cell(ws, gpu, D, causal, T, ratios_from) -> list[Check]:
     H = WIDTH // D
     inputs = _qkv(H, D, torch.bfloat16, gpu.device, T)
-    cudnn, flash = _sdpa(CUDNN, causal), _sdpa(FLASH, causal)
+    cudnn, flash = sdpa(CUDNN, BACKENDS[CUDNN], causal), sdpa(FLASH, BACKENDS[FLASH], causal)
     times: dict[str, list[float]] = {name: [] for name in ("yours", CUDNN, FLASH)}
     for _ in range(3):
         times["yours"] += gpu.time(lambda: ws.hopper_attention(*inputs, causal))
@@ -297,20 +300,6 @@ def flops(B, H, T, D, causal) -> float:
     return 4 * B * H * T * T * D / (2 if causal else 1)
 
 
-def _sdpa(name, causal) -> Provider:
-    """SDPA with one backend pinned; is_causal, because a mask would send it to a slower path."""
-
-    def context():
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        return sdpa_kernel(getattr(SDPBackend, BACKENDS[name]))
-
-    def run(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return Provider(name, run, context=context)
-
-
 def _qkv(H, D, dtype, device, T):
     """q, k, v (B, H, T, D), random normal, the same for every run."""
     generator = torch.Generator(device).manual_seed(T)
@@ -318,25 +307,3 @@ def _qkv(H, D, dtype, device, T):
     return tuple(
         torch.randn(shape, dtype=dtype, device=device, generator=generator) for _ in range(3)
     )
-
-
-def attention_error(inputs, out, causal) -> tuple[float, float]:
-    """(largest relative error of a sampled row, budget of 8 ulp), against float64."""
-    q, k, v = inputs
-    B, H, T, D = q.shape
-    budget = 8 * torch.finfo(q.dtype).eps
-    if not isinstance(out, torch.Tensor) or out.shape != q.shape:
-        return math.inf, budget
-    pick = torch.Generator().manual_seed(T)
-    random_rows = torch.randint(0, T, (29,), generator=pick)
-    rows = torch.cat([torch.tensor([0, min(1, T - 1), T - 1]), random_rows]).unique().to(q.device)
-    heads = {0, B * H - 1, *torch.randint(0, B * H, (2,), generator=pick).tolist()}
-    future = torch.arange(T, device=q.device)[None, :] > rows[:, None]
-    errors = []
-    for b, h in (divmod(head, H) for head in heads):
-        s = q[b, h, rows].double() @ k[b, h].double().T / math.sqrt(D)
-        if causal:
-            s = s.masked_fill(future, float("-inf"))
-        want = s.softmax(dim=-1) @ v[b, h].double()
-        errors.append((out[b, h, rows].double() - want).norm(dim=-1) / want.norm(dim=-1))
-    return torch.cat(errors).max().item(), budget
