@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 from collections import defaultdict
 from dataclasses import replace
 
@@ -101,11 +100,9 @@ def check(tm, options, gpu) -> list[Check]:
     for size, bar in BARS.items():
         a, b = _square(torch.bfloat16, gpu.device, size)
         error, budget = product_error((a, b), tm.tuned_matmul(a, b))  # tunes
-        times: dict[str, list[float]] = {"yours": [], "torch": []}
-        for _ in range(4):
-            times["torch"] += gpu.time(lambda a=a, b=b: torch.matmul(a, b))
-            times["yours"] += gpu.time(lambda a=a, b=b: tm.tuned_matmul(a, b))
-        yours, theirs = (statistics.median(times[name]) for name in ("yours", "torch"))
+        calls = {"yours": tm.tuned_matmul, "torch": torch.matmul}
+        ms = gpu.medians({name: functools.partial(call, a, b) for name, call in calls.items()})
+        yours, theirs = ms.values()
         rates = ", ".join(f"{2 * size**3 / ms / 1e9:.0f}" for ms in (yours, theirs))
         what = f"speed against torch.matmul, {size}x{size}x{size} bfloat16"
         figure = f"{theirs / yours:.3f}x ({rates} TFLOP/s)"

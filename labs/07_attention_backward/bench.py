@@ -105,10 +105,7 @@ def check(ab, options, gpu) -> list[Check]:
         x = _inputs(ab, TOKENS // T, WIDTH // D, D, torch.bfloat16, causal, gpu.device, T)
         codes = {"yours": _autograd(ab, causal)}
         codes |= {name: _sdpa(name, causal).run for name in BACKENDS}
-        times = {name: [] for name in codes}
-        for _, (name, run) in itertools.product(range(2), codes.items()):
-            times[name] += gpu.time(functools.partial(run, *x))
-        ms = {name: statistics.median(samples) for name, samples in times.items()}
+        ms = gpu.medians({name: functools.partial(run, *x) for name, run in codes.items()})
         rate = flops(TOKENS // T, WIDTH // D, T, D, causal) / ms["yours"] / 1e9
         where = f"D={D} {'causal' if causal else 'full'} T={T} bfloat16"
         flash = ms["SDPA FLASH"] / ms["yours"]

@@ -85,8 +85,7 @@ def tiles(D, causal, dtype, device):
         sizes = (rows, min(rows, 32), 4, 2)
         found = {"forward": sizes, "dkdv": sizes, "dq": sizes}
     elif width <= 64:
-        dq = (64, 64, 4, 3) if causal else (128, 64, 8, 3)
-        found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 3), "dq": dq}
+        found = dict.fromkeys(("forward", "dkdv", "dq"), (64, 64, 4, 3))
     elif width <= 128:
         found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 2), "dq": (128, 64, 8, 3)}
     else:
@@ -303,13 +302,12 @@ if triton is not None:
             # Padding gets lse2 = inf, as does a row that saw no key: its p is exp2(-inf) = 0.
             lse2 = _load(lse2_ptr + rows, exists, float("inf"), WHOLE)  # (BLOCK_M,)
             delta = _load(delta_ptr + rows, exists, 0.0, WHOLE)  # (BLOCK_M,)
-            # Both products that need no softmax, one behind the other: dp is ready when p is.
             s = tl.dot(k, tl.trans(q))  # (BLOCK_N, BLOCK_M)
-            dp = tl.dot(v, tl.trans(dout))  # (BLOCK_N, BLOCK_M)
             s = s * scale2 - lse2[None, :]  # (BLOCK_N, BLOCK_M), before the mask: -inf * 0 is NaN
             if CAUSAL:
                 if start_m < start_n + BLOCK_N - 1:  # from there on every row sees every key
                     s = tl.where(offs_n[:, None] <= rows[None, :], s, float("-inf"))
+            dp = tl.dot(v, tl.trans(dout))  # (BLOCK_N, BLOCK_M)
             p = tl.exp2(s)  # (BLOCK_N, BLOCK_M)
             dv = tl.dot(p.to(dout.dtype), dout, dv)
             ds = p * (dp - delta[None, :])  # (BLOCK_N, BLOCK_M)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 
 import torch
 import torch.nn.functional as F
@@ -132,20 +131,14 @@ def counted(av, options) -> list[Sweep]:
 def check(av, options, gpu) -> list[Check]:
     """The three promises of the handout, each beside its baseline in the same run, in bfloat16."""
     tiles, found = _tiles(options), []
-
-    def medians(**calls):
-        times = {name: [] for name in calls}
-        for _ in range(2):
-            for name, call in calls.items():
-                times[name] += gpu.time(call)
-        return {name: statistics.median(t) for name, t in times.items()}
-
     q, k, v = qkv = _qkv(2, 32, 32, 64, torch.bfloat16, gpu.device, 8192)
     flex, masked = _flex(WINDOW), _masked(WINDOW)
-    ms = medians(
-        yours=lambda: av.attention(*qkv, window=WINDOW, **tiles),
-        flex=lambda: flex(*qkv),
-        mask=lambda: masked(*qkv),
+    ms = gpu.medians(
+        {
+            "yours": lambda: av.attention(*qkv, window=WINDOW, **tiles),
+            "flex": lambda: flex(*qkv),
+            "mask": lambda: masked(*qkv),
+        }
     )
     for name, wanted in (("flex", 1.15), ("mask", 10.0)):
         ratio = ms[name] / ms["yours"]
@@ -154,9 +147,11 @@ def check(av, options, gpu) -> list[Check]:
         found.append(Check(what, figure, f">= {wanted}x", ratio >= wanted))
     k, v = k[:, :8], v[:, :8]
     full = [x.repeat_interleave(4, dim=1) for x in (k, v)]
-    ms = medians(
-        grouped=lambda: av.attention(q, k, v, **tiles),
-        full=lambda: av.attention(q, *full, **tiles),
+    ms = gpu.medians(
+        {
+            "grouped": lambda: av.attention(q, k, v, **tiles),
+            "full": lambda: av.attention(q, *full, **tiles),
+        }
     )
     ratio = ms["full"] / ms["grouped"]
     found.append(
@@ -164,7 +159,7 @@ def check(av, options, gpu) -> list[Check]:
     )
     inputs = _packed(_lengths(64, 4096, 64), 16, 4, 64, torch.bfloat16, gpu.device)
     runs = {p.name: functools.partial(p.run, *inputs) for p in _packed_providers(av, tiles)}
-    ms = medians(**runs)
+    ms = gpu.medians(runs)
     ratio = ms[PADDED] / ms[YOURS]
     what = "64 sequences of 64 to 4096 tokens, against the padded batch"
     found.append(Check(what, f"{ratio:.2f}x", ">= 1.5x", ratio >= 1.5))

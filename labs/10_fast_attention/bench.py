@@ -258,7 +258,8 @@ def check(fa, options, gpu) -> list[Check]:
         eight = {p.name: p for p in _fp8(fa, D, causal)} if _capability() >= (8, 9) else {}
         if eight and D == 128:
             runs[FP8] = functools.partial(eight[FP8].run, q, k, v)
-        ms = _medians(gpu, runs, {n: sdpa(n, BACKENDS[n], causal) for n in BACKENDS}, (q, k, v))
+        theirs = {n: functools.partial(sdpa(n, BACKENDS[n], causal), q, k, v) for n in BACKENDS}
+        ms = gpu.medians(runs | theirs)
         plain = TUNED, TMA, TMA_LATE
         for name in plain:
             error, budget = attention_error((q, k, v), runs[name](), causal)
@@ -298,18 +299,6 @@ def _bar(found, what, got, wanted):
 
 def _geomean(values) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
-
-
-def _medians(gpu, runs, backends, inputs) -> dict[str, float]:
-    """Median ms of each run and each backend, timed in turn, twice."""
-    times: dict[str, list[float]] = {}
-    for _ in range(2):
-        for name, run in runs.items():
-            times.setdefault(name, []).extend(gpu.time(run))
-        for name, provider in backends.items():
-            with provider.context():
-                times.setdefault(name, []).extend(gpu.time(lambda p=provider: p.run(*inputs)))
-    return {name: statistics.median(t) for name, t in times.items()}
 
 
 def _outliers(fa, gpu) -> Check:

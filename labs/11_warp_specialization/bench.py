@@ -213,13 +213,8 @@ def _check_cell(ws, gpu, D, causal, T, ratios_from) -> list[Check]:
     H = WIDTH // D
     inputs = _qkv(H, D, torch.bfloat16, gpu.device, T)
     cudnn, flash = sdpa(CUDNN, BACKENDS[CUDNN], causal), sdpa(FLASH, BACKENDS[FLASH], causal)
-    times: dict[str, list[float]] = {name: [] for name in ("yours", CUDNN, FLASH)}
-    for _ in range(3):
-        times["yours"] += gpu.time(lambda: ws.hopper_attention(*inputs, causal))
-        for provider in (cudnn, flash):
-            with provider.context():
-                times[provider.name] += gpu.time(lambda p=provider: p.run(*inputs))
-    ms = {name: statistics.median(samples) for name, samples in times.items()}
+    theirs = {p.name: functools.partial(p, *inputs) for p in (cudnn, flash)}
+    ms = gpu.medians({"yours": lambda: ws.hopper_attention(*inputs, causal)} | theirs)
     rate = {name: flops(batch(T), H, T, D, causal) / t / 1e9 for name, t in ms.items()}
     error, budget = attention_error(inputs, ws.hopper_attention(*inputs, causal)[0], causal)
     ratio = ms[CUDNN] / ms["yours"]

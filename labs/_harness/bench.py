@@ -87,6 +87,10 @@ class Provider:
     peak: Callable[[int], int] | None = None
     config: str = ""
 
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        with self.context():
+            return self.run(*inputs)
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -260,6 +264,17 @@ class Gpu:
         each = max(statistics.median(calls(3)), 1e-3)
         calls(min(1000, math.ceil(warmup_ms / each)))
         return calls(min(1000, max(3, math.ceil(rep_ms / each))))
+
+    def medians(self, calls: dict[str, Callable[[], object]], rounds=4) -> dict[str, float]:
+        """Median ms of each call, timed in turn, in every other round the other way about.
+
+        A card that heats up or throttles meanwhile then does so for all of them alike.
+        """
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(rounds):
+            for name, call in list(calls.items())[:: -1 if turn % 2 else 1]:
+                times[name] += self.time(call, warmup_ms=200.0 / rounds, rep_ms=300.0 / rounds)
+        return {name: statistics.median(samples) for name, samples in times.items()}
 
     def peak(self, fn: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
         """(output, most bytes allocated during the call beyond those before it)."""

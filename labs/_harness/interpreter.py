@@ -139,15 +139,15 @@ class _WatchedMemory:
         return getattr(self._inner, name)
 
     def load(self, address, mask, other, dtype):
-        _tell("load", address, mask, np.dtype(dtype).itemsize)
+        _tell("load", address, mask := _boolean(mask), np.dtype(dtype).itemsize)
         return self._inner.load(address, mask, other, dtype)
 
     def store(self, address, value, mask):
-        _tell("store", address, mask, value.dtype.itemsize)
+        _tell("store", address, mask := _boolean(mask), value.dtype.itemsize)
         return self._inner.store(address, value, mask)
 
     def atomic_rmw(self, op, address, value, mask, semantic):
-        _tell("load", address, mask, value.dtype.itemsize)
+        _tell("load", address, mask := _boolean(mask), value.dtype.itemsize)
         _tell("store", address, mask, value.dtype.itemsize)
         return self._inner.atomic_rmw(op, address, value, mask, semantic)
 
@@ -158,9 +158,14 @@ class _WatchedMemory:
         return self._inner.atomic_cas(address, expected, value, semantic)
 
 
+def _boolean(mask):
+    """A mask joined with a scalar comparison is int32 in the interpreter, which 3.9 refuses."""
+    return np.asarray(mask, dtype=bool)
+
+
 def _tell(event, address, mask, itemsize):
     address = np.asarray(address)
-    mask = np.broadcast_to(np.asarray(mask, dtype=bool), address.shape)  # a mask may be int32
+    mask = np.broadcast_to(mask, address.shape)
     for observer in _state.observers:
         getattr(observer, event)(_state.launch, address, mask, itemsize)
 

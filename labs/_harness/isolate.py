@@ -7,6 +7,7 @@ with -s or --pdb, tests run in pytest's own process.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import importlib
@@ -60,6 +61,10 @@ def describe(config: pytest.Config) -> str:
         at_once = 1 if hasattr(config, "workerinput") else config.getoption("forks")
         return f"each test in its own process, {at_once} at a time, {LIMIT:.0f} s at most"
     return f"in this process, {LIMIT_IN_PROCESS:.0f} s a test at most (a crash ends the run)"
+
+
+# What is still frozen at the end is never freed, and Triton 3.9 (nanobind) reports it as leaked.
+atexit.register(gc.unfreeze)
 
 
 class Fork:

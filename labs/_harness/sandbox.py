@@ -182,6 +182,8 @@ class Sandbox:
             env = b""
             with suppress(OSError):
                 env = PROC.joinpath(str(pid), "environ").read_bytes()
+            if not env:  # just born, or not ours to read: look again next time
+                return False
             self.marked[pid, start] = self.mark.encode() in env.split(b"\0")
         return self.marked[pid, start]
 

@@ -64,7 +64,7 @@ def test_double(lab, x):
 
 
 @pytest.mark.step(2)
-@pytest.mark.timeout(5)
+@pytest.mark.timeout(9)
 @pytest.mark.parametrize("n", [0, 3, 4, 5])
 def test_total(lab, n):
     assert lab.total(range(n)) == n * (n - 1) // 2
