@@ -75,7 +75,8 @@ def tiles(D, causal, dtype, device):
         D: head dim. causal: whether the causal mask is on. dtype, device: of the inputs.
 
     Returns:
-        {"forward": ..., "dkdv": ..., "dq": ...}, each with block_m, block_n, num_warps, num_stages.
+        {"forward": ..., "dkdv": ..., "dq": ...}, each with block_m, block_n, num_warps, num_stages;
+        "dkdv" and "dq" also with registers (see attention_dkdv) where that is faster.
     """
     width = D * dtype.itemsize // 2  # a float32 row takes the place of a half one twice as long
     wgmma = False  # Hopper and newer data-centre cards: large tiles, operands in shared memory
@@ -88,18 +89,34 @@ def tiles(D, causal, dtype, device):
         sizes = (rows, min(rows, 32), 4, 2)
         found = {"forward": sizes, "dkdv": sizes, "dq": sizes}
     elif width <= 64:
+        half = dtype.itemsize == 2
+        dkdv = (64, 64, 4, 3, half and not causal)
         dq = (64, 64, 4, 3) if causal else (128, 64, 8, 3)
-        found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 3), "dq": dq}
+        found = {"forward": (64, 64, 4, 3), "dkdv": dkdv, "dq": dq}
     elif width <= 128:
-        found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 2), "dq": (128, 64, 8, 3)}
+        dq = (128, 64, 8, 3, dtype.itemsize == 2)
+        found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 2), "dq": dq}
     else:
         rows = 64 if width <= 256 else 32
         found = {"forward": (64, 32, 8, 2), "dkdv": (32, rows, 8, 2), "dq": (rows, 32, 8, 2)}
-    names = ("block_m", "block_n", "num_warps", "num_stages")
-    return {kernel: dict(zip(names, sizes, strict=True)) for kernel, sizes in found.items()}
+    names = ("block_m", "block_n", "num_warps", "num_stages", "registers")
+    return {kernel: dict(zip(names, sizes, strict=False)) for kernel, sizes in found.items()}
+
+
+def _overlaps(kernel, call, device) -> bool:
+    """Whether `kernel` is compiled with OVERLAP: it has that call in it, and the card knows it."""
+    calls = call in kernel.fn.__code__.co_names and hasattr(tl.extra.cuda, call)
+    return calls and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 if triton is not None:
+
+    @triton.jit
+    def _in_registers(x):
+        """x times the identity, which is x: on Hopper what comes of a product is in registers."""
+        D: tl.constexpr = x.shape[1]
+        identity = tl.arange(0, D)[:, None] == tl.arange(0, D)[None, :]  # (D, D)
+        return tl.dot(x, identity.to(x.dtype)).to(x.dtype)
 
     @triton.jit
     def _load(ptrs, mask, other, WHOLE: tl.constexpr):
@@ -264,7 +281,7 @@ if triton is not None:
         stride_gb, stride_gh, stride_gt: tl.constexpr,
         H, T, S, scale,
         D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-        WHOLE: tl.constexpr,
+        WHOLE: tl.constexpr, REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: on
         # TODO step 2 (about 45 lines; handout section 3): one program, BLOCK_N keys of one head
         #   program_id(0) is the key tile, program_id(1) the head among B * H, as int64
@@ -273,13 +290,14 @@ if triton is not None:
         #   lse2 and delta are (B * H, T), dk and dv (B * H, S, D), all contiguous
         #   lse2 is lse in base 2, and +inf where a row saw no key; WHOLE: T fills its tiles
         #   load k, v once; loop over the query tiles that see them: p by exp2, then dv, dp, ds, dk
+        #   REGISTERS and OVERLAP are for speed on Hopper (section 3): leave them out at first
         #   scale dk at the end; store both; mind: the mask comes after the scale, before exp2
         tl.static_assert(False, "lab 07 step 2: write _dkdv_kernel")
 
 
 def attention_dkdv(
     q, k, v, dout, lse, delta, causal=False, scale=None,
-    block_m=64, block_n=64, num_warps=4, num_stages=2,
+    block_m=64, block_n=64, num_warps=4, num_stages=2, registers=False,
 ):  # fmt: skip
     """Gradients of keys and values: one program a key tile, which walks over the query tiles.
 
@@ -290,6 +308,8 @@ def attention_dkdv(
         dout: (B, H, T, D), gradient of the output; dtype and device of q, any strides.
         lse: (B, H, T) float32, of the forward.
         delta: (B, H, T) float32, of attention_delta.
+        registers: hold k and v in registers, where products read them without shared memory. Not
+            with causal: ptxas 12.8 loses such an operand in a loop that has a branch (section 3).
 
     Returns:
         dk, dv: (B, H, S, D) in the dtype of q, contiguous.
@@ -298,6 +318,8 @@ def attention_dkdv(
         ValueError: the above does not hold.
     """
     _check_backward(q, k, v, dout, lse, delta, causal, block_m=block_m, block_n=block_n)
+    if registers and causal:
+        raise ValueError("registers=True needs causal=False: ptxas loses the operands otherwise")
     B, H, T, D = q.shape
     S = k.shape[2]
     q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
@@ -314,6 +336,8 @@ def attention_dkdv(
             *(H, T, S, scale),
             **{"D": D, "BLOCK_M": block_m, "BLOCK_N": block_n, "CAUSAL": causal},
             WHOLE=T % block_m == 0,
+            REGISTERS=registers,
+            OVERLAP=_overlaps(_dkdv_kernel, "gdc_launch_dependents", q.device),
             **options,
         )
     return dk, dv
@@ -348,23 +372,27 @@ if triton is not None:
         stride_gb, stride_gh, stride_gt: tl.constexpr,
         H, T, S, scale,
         D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-        WHOLE: tl.constexpr,
+        WHOLE: tl.constexpr, REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: on
         # TODO step 3 (about 35 lines; handout section 4): one program, BLOCK_M queries of one head
         #   load q, dout, lse, delta once; one walk over the keys, or two: full tiles, then masked
         #   lse is natural here, and may be -inf; WHOLE: S fills its tiles
         #   causal: the last query tile has the most keys, so let program 0 take it
+        #   REGISTERS and OVERLAP are for speed on Hopper: leave them out at first
         #   scale dq at the end; dq is (B * H, T, D), contiguous
         tl.static_assert(False, "lab 07 step 3: write _dq_kernel")
 
 
 def attention_dq(
     q, k, v, dout, lse, delta, causal=False, scale=None,
-    block_m=64, block_n=64, num_warps=4, num_stages=2,
+    block_m=64, block_n=64, num_warps=4, num_stages=2, registers=False, overlap=False,
 ):  # fmt: skip
     """Gradient of queries: one program a query tile, which walks over the key tiles.
 
-    Args, Raises: as attention_dkdv.
+    Args, Raises: as attention_dkdv, but
+        registers: hold dout in registers; causal or not.
+        overlap: begin while the kernel launched just before still runs. Only right behind
+            attention_dkdv, from which nothing is read here, on inputs whose rows are adjacent.
 
     Returns:
         dq: (B, H, T, D) in the dtype of q, contiguous.
@@ -376,6 +404,9 @@ def attention_dq(
     dq = torch.empty(B, H, T, D, dtype=q.dtype, device=q.device)
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     options = {"num_warps": num_warps, "num_stages": num_stages}
+    overlap = overlap and _overlaps(_dq_kernel, "gdc_wait", q.device)
+    if overlap:
+        options["launch_pdl"] = True
     with torch.cuda.device_of(q):
         _dq_kernel[(triton.cdiv(T, block_m), B * H)](
             *(q, k, v, dout, lse.contiguous(), delta.contiguous(), dq),
@@ -383,6 +414,8 @@ def attention_dq(
             *(H, T, S, scale),
             **{"D": D, "BLOCK_M": block_m, "BLOCK_N": block_n, "CAUSAL": causal},
             WHOLE=S % block_n == 0,
+            REGISTERS=registers,
+            OVERLAP=overlap,
             **options,
         )
     return dq

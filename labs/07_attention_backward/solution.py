@@ -72,7 +72,8 @@ def tiles(D, causal, dtype, device):
         D: head dim. causal: whether the causal mask is on. dtype, device: of the inputs.
 
     Returns:
-        {"forward": ..., "dkdv": ..., "dq": ...}, each with block_m, block_n, num_warps, num_stages.
+        {"forward": ..., "dkdv": ..., "dq": ...}, each with block_m, block_n, num_warps, num_stages;
+        "dkdv" and "dq" also with registers (see attention_dkdv) where that is faster.
     """
     width = D * dtype.itemsize // 2  # a float32 row takes the place of a half one twice as long
     wgmma = False  # Hopper and newer data-centre cards: large tiles, operands in shared memory
@@ -85,17 +86,34 @@ def tiles(D, causal, dtype, device):
         sizes = (rows, min(rows, 32), 4, 2)
         found = {"forward": sizes, "dkdv": sizes, "dq": sizes}
     elif width <= 64:
-        found = dict.fromkeys(("forward", "dkdv", "dq"), (64, 64, 4, 3))
+        half = dtype.itemsize == 2
+        dkdv = (64, 64, 4, 3, half and not causal)
+        dq = (64, 64, 4, 3) if causal else (128, 64, 8, 3)
+        found = {"forward": (64, 64, 4, 3), "dkdv": dkdv, "dq": dq}
     elif width <= 128:
-        found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 2), "dq": (128, 64, 8, 3)}
+        dq = (128, 64, 8, 3, dtype.itemsize == 2)
+        found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 2), "dq": dq}
     else:
         rows = 64 if width <= 256 else 32
         found = {"forward": (64, 32, 8, 2), "dkdv": (32, rows, 8, 2), "dq": (rows, 32, 8, 2)}
-    names = ("block_m", "block_n", "num_warps", "num_stages")
-    return {kernel: dict(zip(names, sizes, strict=True)) for kernel, sizes in found.items()}
+    names = ("block_m", "block_n", "num_warps", "num_stages", "registers")
+    return {kernel: dict(zip(names, sizes, strict=False)) for kernel, sizes in found.items()}
+
+
+def _overlaps(kernel, call, device) -> bool:
+    """Whether `kernel` is compiled with OVERLAP: it has that call in it, and the card knows it."""
+    calls = call in kernel.fn.__code__.co_names and hasattr(tl.extra.cuda, call)
+    return calls and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 if triton is not None:
+
+    @triton.jit
+    def _in_registers(x):
+        """x times the identity, which is x: on Hopper what comes of a product is in registers."""
+        D: tl.constexpr = x.shape[1]
+        identity = tl.arange(0, D)[:, None] == tl.arange(0, D)[None, :]  # (D, D)
+        return tl.dot(x, identity.to(x.dtype)).to(x.dtype)
 
     @triton.jit
     def _load(ptrs, mask, other, WHOLE: tl.constexpr):
@@ -266,8 +284,10 @@ if triton is not None:
         stride_gb, stride_gh, stride_gt: tl.constexpr,
         H, T, S, scale,
         D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-        WHOLE: tl.constexpr,
+        WHOLE: tl.constexpr, REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: on
+        if OVERLAP:  # the next kernel may begin as soon as all programs of this one have
+            tl.extra.cuda.gdc_launch_dependents()
         start_n = tl.program_id(0) * BLOCK_N
         pid_bh = tl.program_id(1).to(tl.int64)
         b, h = pid_bh // H, pid_bh % H
@@ -287,6 +307,8 @@ if triton is not None:
         dout_ptrs = dout_ptr + b * stride_gb + h * stride_gh + first * stride_gt + offs_d
         k = tl.load(k_ptrs, mask=keys < S, other=0.0)  # (BLOCK_N, D)
         v = tl.load(v_ptrs, mask=keys < S, other=0.0)  # (BLOCK_N, D)
+        if REGISTERS:
+            k, v = _in_registers(k), _in_registers(v)  # (BLOCK_N, D)
         lse2_ptr += pid_bh * T
         delta_ptr += pid_bh * T
         scale2 = scale * 1.4426950408889634  # log2(e): exp(x) = exp2(x log2(e))
@@ -303,11 +325,14 @@ if triton is not None:
             lse2 = _load(lse2_ptr + rows, exists, float("inf"), WHOLE)  # (BLOCK_M,)
             delta = _load(delta_ptr + rows, exists, 0.0, WHOLE)  # (BLOCK_M,)
             s = tl.dot(k, tl.trans(q))  # (BLOCK_N, BLOCK_M)
+            if D <= 64:
+                dp = tl.dot(v, tl.trans(dout))  # (BLOCK_N, BLOCK_M)
             s = s * scale2 - lse2[None, :]  # (BLOCK_N, BLOCK_M), before the mask: -inf * 0 is NaN
             if CAUSAL:
                 if start_m < start_n + BLOCK_N - 1:  # from there on every row sees every key
                     s = tl.where(offs_n[:, None] <= rows[None, :], s, float("-inf"))
-            dp = tl.dot(v, tl.trans(dout))  # (BLOCK_N, BLOCK_M)
+            if D > 64:  # after the mask: registers are short, and s needs fewer from here on
+                dp = tl.dot(v, tl.trans(dout))  # (BLOCK_N, BLOCK_M)
             p = tl.exp2(s)  # (BLOCK_N, BLOCK_M)
             dv = tl.dot(p.to(dout.dtype), dout, dv)
             ds = p * (dp - delta[None, :])  # (BLOCK_N, BLOCK_M)
@@ -322,7 +347,7 @@ if triton is not None:
 
 def attention_dkdv(
     q, k, v, dout, lse, delta, causal=False, scale=None,
-    block_m=64, block_n=64, num_warps=4, num_stages=2,
+    block_m=64, block_n=64, num_warps=4, num_stages=2, registers=False,
 ):  # fmt: skip
     """Gradients of keys and values: one program a key tile, which walks over the query tiles.
 
@@ -333,6 +358,8 @@ def attention_dkdv(
         dout: (B, H, T, D), gradient of the output; dtype and device of q, any strides.
         lse: (B, H, T) float32, of the forward.
         delta: (B, H, T) float32, of attention_delta.
+        registers: hold k and v in registers, where products read them without shared memory. Not
+            with causal: ptxas 12.8 loses such an operand in a loop that has a branch (section 3).
 
     Returns:
         dk, dv: (B, H, S, D) in the dtype of q, contiguous.
@@ -341,6 +368,8 @@ def attention_dkdv(
         ValueError: the above does not hold.
     """
     _check_backward(q, k, v, dout, lse, delta, causal, block_m=block_m, block_n=block_n)
+    if registers and causal:
+        raise ValueError("registers=True needs causal=False: ptxas loses the operands otherwise")
     B, H, T, D = q.shape
     S = k.shape[2]
     q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
@@ -357,6 +386,8 @@ def attention_dkdv(
             *(H, T, S, scale),
             **{"D": D, "BLOCK_M": block_m, "BLOCK_N": block_n, "CAUSAL": causal},
             WHOLE=T % block_m == 0,
+            REGISTERS=registers,
+            OVERLAP=_overlaps(_dkdv_kernel, "gdc_launch_dependents", q.device),
             **options,
         )
     return dk, dv
@@ -407,7 +438,7 @@ if triton is not None:
         stride_gb, stride_gh, stride_gt: tl.constexpr,
         H, T, S, scale,
         D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-        WHOLE: tl.constexpr,
+        WHOLE: tl.constexpr, REGISTERS: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: on
         pid_m = tl.program_id(0)
         if CAUSAL:
@@ -427,6 +458,8 @@ if triton is not None:
         dout_ptrs = dout_ptr + b * stride_gb + h * stride_gh + rows * stride_gt + offs_d
         q = tl.load(q_ptrs, mask=rows < T, other=0.0)  # (BLOCK_M, D)
         dout = tl.load(dout_ptrs, mask=rows < T, other=0.0)  # (BLOCK_M, D)
+        if REGISTERS:
+            dout = _in_registers(dout)  # (BLOCK_M, D)
         k_ptr += b * stride_kb + h * stride_kh
         v_ptr += b * stride_vb + h * stride_vh
         lse = tl.load(lse_ptr + pid_bh * T + offs_m, mask=offs_m < T, other=float("inf"))
@@ -442,17 +475,22 @@ if triton is not None:
         dq = _dq_keys(dq, q, dout, k_ptr, v_ptr, lse2, delta, offs_m, mid, hi, stride_ks, stride_vs,
                       S, scale2, D, BLOCK_N, CAUSAL, True, WHOLE)
         # fmt: on
+        if OVERLAP:  # what ran alongside must not end after this: nobody waits for it again
+            tl.extra.cuda.gdc_wait()
         dq_ptrs = dq_ptr + (pid_bh * T + rows) * D + offs_d  # (BLOCK_M, D)
         tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows < T)
 
 
 def attention_dq(
     q, k, v, dout, lse, delta, causal=False, scale=None,
-    block_m=64, block_n=64, num_warps=4, num_stages=2,
+    block_m=64, block_n=64, num_warps=4, num_stages=2, registers=False, overlap=False,
 ):  # fmt: skip
     """Gradient of queries: one program a query tile, which walks over the key tiles.
 
-    Args, Raises: as attention_dkdv.
+    Args, Raises: as attention_dkdv, but
+        registers: hold dout in registers; causal or not.
+        overlap: begin while the kernel launched just before still runs. Only right behind
+            attention_dkdv, from which nothing is read here, on inputs whose rows are adjacent.
 
     Returns:
         dq: (B, H, T, D) in the dtype of q, contiguous.
@@ -464,6 +502,9 @@ def attention_dq(
     dq = torch.empty(B, H, T, D, dtype=q.dtype, device=q.device)
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     options = {"num_warps": num_warps, "num_stages": num_stages}
+    overlap = overlap and _overlaps(_dq_kernel, "gdc_wait", q.device)
+    if overlap:
+        options["launch_pdl"] = True
     with torch.cuda.device_of(q):
         _dq_kernel[(triton.cdiv(T, block_m), B * H)](
             *(q, k, v, dout, lse.contiguous(), delta.contiguous(), dq),
@@ -471,6 +512,8 @@ def attention_dq(
             *(H, T, S, scale),
             **{"D": D, "BLOCK_M": block_m, "BLOCK_N": block_n, "CAUSAL": causal},
             WHOLE=S % block_n == 0,
+            REGISTERS=registers,
+            OVERLAP=overlap,
             **options,
         )
     return dq
@@ -493,12 +536,13 @@ class TritonFlashAttention(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
         delta = attention_delta(out, dout)
+        q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
         given = (q, k, v, dout, lse, delta, ctx.causal, ctx.scale)
         dq = dk = dv = None
-        if ctx.needs_input_grad[0]:
-            dq = attention_dq(*given, **ctx.sizes["dq"])
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             dk, dv = attention_dkdv(*given, **ctx.sizes["dkdv"])
+        if ctx.needs_input_grad[0]:
+            dq = attention_dq(*given, **ctx.sizes["dq"], overlap=dk is not None)
         return dq, dk, dv, None, None
 
 

@@ -31,7 +31,7 @@ except ImportError:  # macOS: steps 1 and 2 and append_kv still run
 # Programs given to a multiprocessor, all of which run at once. Through a page table fewer loads
 # are in flight in each, so it takes more of them.
 PROGRAMS_PER_SM, PAGED_PROGRAMS_PER_SM = 2, 4
-PAGED_WARPS, NUM_STAGES = 4, 3
+NUM_STAGES, PAGED_WARPS, PAGED_STAGES = 3, 4, 2
 EXAMPLE_CARD = 30  # multiprocessors of the handout's card; used where there is no card
 
 
@@ -539,7 +539,7 @@ def paged_partials(
     n_splits,
     block_n=None,
     num_warps=PAGED_WARPS,
-    num_stages=NUM_STAGES,
+    num_stages=PAGED_STAGES,
 ):
     """Partial results against a paged cache; arguments as paged_decode, results as split_partials.
 
