@@ -408,6 +408,14 @@ STEP_2 = [
         ("_load(q_ptrs, exists[:, None], 0.0, WHOLE)", "tl.load(q_ptrs)"),
     ),
     bug(
+        "dkdv-registers-swapped",
+        2,
+        DKDV,
+        "test_dkdv_operands_in_registers",
+        "in the branch for Hopper k becomes v, and v becomes k",
+        ("k, v = _in_registers(k)", "v, k = _in_registers(k)"),
+    ),
+    bug(
         "dkdv-lse-without-other",
         2,
         DKDV,
@@ -574,6 +582,29 @@ STEP_3 = [
         "test_dq",
         "a query does not see itself: the mask is < where <= is right",
         ("cols[None, :] <= offs_m[:, None]", "cols[None, :] < offs_m[:, None]"),
+    ),
+    bug(
+        "dq-registers-of-q",
+        3,
+        DQ,
+        "test_dq_operand_in_registers",
+        "in the branch for Hopper dout becomes q",
+        ("dout = _in_registers(dout)", "dout = _in_registers(q)"),
+    ),
+    bug(
+        "dq-waits-after-it-stores",
+        3,
+        DQ,
+        "test_dq_waits_before_it_stores",
+        "dq is written while the kernel before still reads that memory (handout section 3)",
+        (
+            "        dq_ptrs = dq_ptr + (pid_bh * T + rows) * D + offs_d  # (BLOCK_M, D)\n"
+            "        tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows < T)\n",
+            "        dq_ptrs = dq_ptr + (pid_bh * T + rows) * D + offs_d  # (BLOCK_M, D)\n"
+            "        tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows < T)\n"
+            "        if OVERLAP:\n"
+            "            tl.extra.cuda.gdc_wait()\n",
+        ),
     ),
     bug(
         "dq-mask-begins-late",
@@ -930,6 +961,14 @@ STEP_4 = [
             "if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:",
             "if ctx.needs_input_grad[1] and ctx.needs_input_grad[2]:",
         ),
+    ),
+    bug(
+        "autograd-overlaps-always",
+        4,
+        BACKWARD,
+        "test_autograd_overlaps_only_behind_dkdv",
+        "dq begins before delta is written, where k and v need no gradient (handout section 5)",
+        ("overlap=dk is not None", "overlap=True"),
     ),
     bug(
         "autograd-second-derivative",

@@ -7,7 +7,10 @@ steps would have computed from the oracle, so each step is scored on its own.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
+import textwrap
 from collections import defaultdict
 
 import pytest
@@ -90,17 +93,17 @@ def want_gradients(q, k, v, dout, causal=False, tiles=None, **options):
     return oracle.attention_gradients(q, k, v, dout, causal, kernel=True, tiles=tiles, **options)
 
 
-def check_dkdv(lab, q, k, v, dout, causal=False, block_m=16, block_n=16, scale=None):
+def check_dkdv(lab, q, k, v, dout, causal=False, block_m=16, block_n=16, scale=None, **more):
     lse, delta = saved(q, k, v, dout, causal, scale=scale)
-    sizes = {"block_m": block_m, "block_n": block_n}
+    sizes = {"block_m": block_m, "block_n": block_n} | more
     got = lab.attention_dkdv(q, k, v, dout, lse, delta, causal=causal, scale=scale, **sizes)
     _, *want = want_gradients(q, k, v, dout, causal, (block_m, block_n), scale=scale)
     oracle.check_all(tuple(want), got, "attention_dkdv")
 
 
-def check_dq(lab, q, k, v, dout, causal=False, block_m=16, block_n=16, scale=None):
+def check_dq(lab, q, k, v, dout, causal=False, block_m=16, block_n=16, scale=None, **more):
     lse, delta = saved(q, k, v, dout, causal, scale=scale)
-    sizes = {"block_m": block_m, "block_n": block_n}
+    sizes = {"block_m": block_m, "block_n": block_n} | more
     got = lab.attention_dq(q, k, v, dout, lse, delta, causal=causal, scale=scale, **sizes)
     want = want_gradients(q, k, v, dout, causal, (block_m, block_n), scale=scale)[0]
     want.check(got)
@@ -409,6 +412,14 @@ def test_dkdv_offsets_beyond_32_bits(lab, device):
 
 
 @step2
+def test_dkdv_operands_in_registers(lab, device):
+    check_dkdv(lab, *problem(1, 2, 37, 32, dtype=F16, device=device), registers=True)
+    q, k, v, dout = problem(1, 1, 20, 16, device=device)
+    with pytest.raises(ValueError, match="causal"):
+        lab.attention_dkdv(q, k, v, dout, *saved(q, k, v, dout, True), causal=True, registers=True)
+
+
+@step2
 @needs_compiler
 @pytest.mark.timeout(240)
 def test_dkdv_compiles_for_every_card(lab, request):
@@ -646,6 +657,28 @@ def test_dq_offsets_beyond_32_bits(lab, device, causal):
 
 
 @step3
+@causal_or_full
+def test_dq_operand_in_registers(lab, device, causal):
+    given = problem(1, 2, 37, 32, dtype=F16, device=device)
+    check_dq(lab, *given, causal, registers=True)
+
+
+@step3
+def test_dq_waits_before_it_stores(lab, device):
+    check_dq(lab, *problem(1, 1, 16, 16, device=device))  # says so while the step is unwritten
+    lines = defaultdict(list)  # of the kernel's calls of tl
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(lab._dq_kernel.fn)))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            lines[node.func.attr].append(node.lineno)
+    if "gdc_wait" not in lines:
+        pytest.skip("optional: _dq_kernel does not call gdc_wait (handout section 3)")
+    assert max(lines["gdc_wait"]) < min(lines["store"]), (
+        "_dq_kernel begins while the kernel before it still runs, which may still read the memory "
+        "that dq now has: gdc_wait comes before tl.store"
+    )
+
+
+@step3
 @needs_compiler
 @pytest.mark.timeout(240)
 def test_dq_compiles_for_every_card(lab, request):
@@ -792,6 +825,31 @@ def test_autograd_computes_what_is_asked_for(lab, device):
         want_gradients(q, k, v, dout)[needed].check(got)
         assert lab.kernels.launches[idle] == 0, (
             f"only {'qkv'[needed]} needs a gradient (ctx.needs_input_grad): {idle} need not run"
+        )
+
+
+@step4
+def test_autograd_overlaps_only_behind_dkdv(lab, device, monkeypatch):
+    calls = []
+    for name in ("attention_dkdv", "attention_dq"):
+        launcher = getattr(lab, name)
+        code = launcher.__wrapped__.__globals__
+
+        def noted(*args, launcher=launcher.__wrapped__, name=name, **kwargs):
+            calls.append((name, kwargs.get("overlap", False)))
+            return launcher(*args, **kwargs)
+
+        monkeypatch.setitem(code, name, noted)
+    q, k, v, dout = problem(1, 1, 16, 16, device=device)
+    for needed in ((0, 1, 2), (0,), (0, 2)):
+        calls.clear()
+        leaves = [x.detach().requires_grad_(i in needed) for i, x in enumerate((q, k, v))]
+        out = lab.flash_attention(*leaves)
+        torch.autograd.grad(out, [leaves[i] for i in needed], dout)
+        early = [i for i, (_, overlap) in enumerate(calls) if overlap]
+        assert all(i > 0 and calls[i - 1][0] == "attention_dkdv" for i in early), (
+            f"gradients of {', '.join('qkv'[i] for i in needed)}: overlap=True is for attention_dq "
+            f"right behind attention_dkdv, got the calls {calls}"
         )
 
 
