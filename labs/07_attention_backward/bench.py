@@ -169,18 +169,27 @@ def traced(ab, options) -> list[Traced]:
 
 
 def launches(
-    ab, block_m=64, block_n=64, num_warps=4, num_stages=2, head_dim=64, dtype="float16", causal=True
+    ab,
+    block_m=64,
+    block_n=64,
+    num_warps=4,
+    num_stages=2,
+    head_dim=64,
+    dtype="float16",
+    causal=True,
+    registers=False,
 ) -> dict:
     """Launcher name -> a call that launches its kernel once, for the X-ray to compile."""
     q = torch.empty(1, 2, 2 * max(block_m, block_n), head_dim, dtype=getattr(torch, dtype))
     row = torch.empty(q.shape[:3], dtype=torch.float32)
     sizes = {"block_m": block_m, "block_n": block_n}
     sizes |= {"num_warps": num_warps, "num_stages": num_stages}
+    held = sizes | {"registers": registers}
     return {
         "attention_forward": lambda: ab.attention_forward(q, q, q, causal, **sizes),
         "attention_delta": lambda: ab.attention_delta(q, q),
-        "attention_dkdv": lambda: ab.attention_dkdv(q, q, q, q, row, row, causal, **sizes),
-        "attention_dq": lambda: ab.attention_dq(q, q, q, q, row, row, causal, **sizes),
+        "attention_dkdv": lambda: ab.attention_dkdv(q, q, q, q, row, row, causal, **held),
+        "attention_dq": lambda: ab.attention_dq(q, q, q, q, row, row, causal, **held),
     }
 
 

@@ -33,10 +33,11 @@ CARDS = {
 }
 
 # What became of a kernel on a card.
-FITS, SPILLS, SERIALIZED, TOO_LARGE, ERROR, UNKNOWN, NOT_WRITTEN = (
+FITS, SPILLS, SERIALIZED, LOST, TOO_LARGE, ERROR, UNKNOWN, NOT_WRITTEN = (
     "fits",
     "spills",
     "in turn",
+    "wrong",
     "no launch",
     "error",
     "not known",
@@ -50,6 +51,8 @@ def state(c: Compiled) -> str:
         return NOT_WRITTEN if c.unwritten else UNKNOWN if c.timed_out else ERROR
     if c.shared > CARDS[c.arch].shared:
         return TOO_LARGE
+    if c.lost:
+        return LOST
     if c.spill:
         return SPILLS
     return SERIALIZED if c.serialized else FITS
@@ -63,6 +66,8 @@ def verdict(c: Compiled, change: Change | None = None) -> str:
         FITS: "fits; 0 spills",
         SPILLS: f"{spills}: slow",
         SERIALIZED: "each wgmma waits for the one before: an accumulator in flight is touched",
+        LOST: "WRONG: ptxas overwrites a wgmma's register operand in the loop; keep branches out "
+        "of it, or the operand in shared memory",
         TOO_LARGE: f"will not launch on {card.one}: needs {c.shared:,} of {card.shared:,} bytes",
         NOT_WRITTEN: c.unwritten,
         UNKNOWN: c.error,

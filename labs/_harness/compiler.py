@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 
 from labs import _impl
-from labs._harness import gluon_emulator, runtime, sandbox, steps, triton_private
+from labs._harness import gluon_emulator, runtime, sandbox, sass, steps, triton_private
 
 TIME_LIMIT = 60.0  # seconds of one compilation; most take 1 or 2
 START_LIMIT = 120.0  # seconds until the child has imported torch and Triton
@@ -55,6 +55,7 @@ class Compiled:
         instructions: counts of tensor-core and asynchronous-copy instructions in the PTX.
         serialized: the assembler lets wgmma instructions wait for one another (its remark C7510
             and the like): asynchronous in the source only.
+        lost: it destroys a wgmma's operand in a loop (see `sass`): the results would be wrong.
         seconds: what it took.
     """
 
@@ -73,6 +74,7 @@ class Compiled:
     spill: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
     serialized: bool = False
+    lost: bool = False
     seconds: float = 0.0
 
     @property
@@ -331,11 +333,15 @@ def _compile(launch: _Launch, blank: Compiled) -> Compiled:
             result.text = linecache.getline(file, result.line).strip()
     else:
         result.shared = kernel.metadata.shared
-        result.registers, result.spill = _resources(kernel.asm["cubin"])
+        said = _cuobjdump(kernel.asm["cubin"], "-res-usage")
+        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
+        result.registers, result.spill = int(registers), int(stack)  # a stack only for spills
         result.instructions = {
             name: len(re.findall(pattern, kernel.asm["ptx"]))
             for name, pattern in _INSTRUCTIONS.items()
         }
+        if _FROM_REGISTERS.search(kernel.asm["ptx"]):
+            result.lost = bool(sass.lost_operands(_cuobjdump(kernel.asm["cubin"], "-sass")))
     result.seconds = time.monotonic() - start
     return result
 
@@ -348,17 +354,18 @@ _INSTRUCTIONS = {
 }
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a thread. Triton's kernels have a stack only for spills."""
+_FROM_REGISTERS = re.compile(r"wgmma\.mma_async\S* \{[^}]*\}, \{")  # a left operand in registers
+
+
+def _cuobjdump(cubin: bytes, what: str) -> str:
+    """What the tool that comes with Triton says of a compiled kernel."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
-    return int(registers), int(stack)
+        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _first_line(fn, word: str) -> int | None:

@@ -36,6 +36,7 @@ from labs._harness.cards import (
     CARDS,
     ERROR,
     FITS,
+    LOST,
     NOT_WRITTEN,
     SERIALIZED,
     SPILLS,
@@ -378,7 +379,7 @@ def _grid(rows: list[dict], cells: list[list], archs: list[str]) -> list[str]:
 
 
 def _worst(kernels: list[Compiled]) -> str:
-    order = NOT_WRITTEN, ERROR, UNKNOWN, TOO_LARGE, SPILLS, SERIALIZED, FITS
+    order = NOT_WRITTEN, ERROR, UNKNOWN, LOST, TOO_LARGE, SPILLS, SERIALIZED, FITS
     return min((state(c) for c in kernels), key=order.index)
 
 

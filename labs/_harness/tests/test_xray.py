@@ -84,6 +84,12 @@ def test_cards_are_the_five_of_the_handout():
             "in turn",
             "each wgmma waits for the one before: an accumulator in flight is touched",
         ),
+        (
+            {"lost": True, "spill": 8, "arch": "sm_90"},
+            "wrong",
+            "WRONG: ptxas overwrites a wgmma's register operand in the loop; keep branches out of "
+            "it, or the operand in shared memory",
+        ),
         ({"error": "NameError: x"}, "error", "does not compile"),
         ({"error": "ValueError: x", "kernel": ""}, "error", "launches nothing"),
         ({"error": "still compiling", "timed_out": True}, "not known", "still compiling"),
