@@ -205,6 +205,7 @@ def _measured(module, options, report, rows, folder):
         measured=True,
     )
     points, body = [], []
+    slowest = [row for row in rows if row.provider == NAIVE and row.status == "ok" and row.ms][-1:]
     for name in (NAIVE, ASKED, IDEAL, SOFTMAX):
         for row in rows:
             if row.ms is None or row.status != "ok" or not name.startswith(row.provider):
@@ -215,6 +216,8 @@ def _measured(module, options, report, rows, folder):
             else:
                 done, shown = _works(module, options, row.size)[name]
                 note = _note(row.size, options.lengths)
+                if name == NAIVE:  # points that lie on one another get one note
+                    note = f"T={options.lengths[0]:,} to {row.size:,}" if row in slowest else ""
             points.append(module.Point(name, shown, row.ms, True, note))
             ms = module.predict_ms(done, card, LAUNCH_US)
             line = [name, f"{row.size:,}", f"{shown.intensity:,.1f}"]
