@@ -239,9 +239,13 @@ def _patched():
         return dot(a, b, *args, **kwargs)
 
     def poisoned_load(pointers, mask, other, *args, **kwargs):
-        """A masked load without `other` gives 0 here and anything on a GPU: NaN shows its use."""
+        """A masked load without `other` gives 0 here and anything on a GPU: NaN shows its use.
+
+        Not of a single element: Triton asks whether `other` is true, and there 0.0 arrives as None.
+        """
         element = pointers.get_element_ty()
-        if other is None and element.is_floating() and element.primitive_bitwidth >= 16:
+        wide = element.is_floating() and element.primitive_bitwidth >= 16
+        if other is None and wide and pointers.data.size > 1:
             dtype = ti._get_np_dtype(element)
             if np.issubdtype(dtype, np.floating):
                 data = np.full_like(pointers.data, np.nan, dtype=dtype)

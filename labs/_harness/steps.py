@@ -139,7 +139,8 @@ class StepResult:
 
     outcomes: Counter = field(default_factory=Counter)
     first_failure: str | None = None
-    reason: str | None = None  # why the file does not load, or why the tests were skipped
+    reason: str | None = None  # why the file does not load
+    skips: Counter = field(default_factory=Counter)  # reasons of the tests that were skipped
     waits_for: int | None = None  # another step that some of its tests need first
 
     @property
@@ -234,8 +235,8 @@ class Steps:
         key = properties["lab"], properties["step"]
         result = self.results[key]
         result.outcomes[properties.get("state", report.outcome)] += 1
-        if report.skipped and result.reason is None:
-            result.reason = str(report.longrepr[2]) if report.longrepr else None
+        if report.skipped and report.longrepr:
+            result.skips[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
         if report.failed:
             result.waits_for = properties.get("waits_for", result.waits_for)
             if properties.get("state") == NOT_LOADED:
@@ -314,10 +315,17 @@ class Steps:
                     "state": result.state,
                     "tests": dict(result.outcomes),
                     "first_failure": result.first_failure,
-                    "reason": result.reason,
+                    "reason": result.reason or _why(result.skips),
                     "waits_for": result.waits_for,
                 }
         return board
+
+
+def _why(skips: Counter) -> str | None:
+    """The reason of skipped tests; of several the rarest first, with their counts."""
+    if len(skips) < 2:
+        return next(iter(skips), None)
+    return "; ".join(f"{n} {reason}" for reason, n in reversed(skips.most_common()))
 
 
 def render(lab: str, rows: dict[str, dict], impl: str, section=None) -> list[str]:
@@ -388,7 +396,7 @@ def _next(lab: str, impl: str, number: int, name: str, row: dict) -> list[str]:
 
 
 def _clip(text: str | None, width: int = 70) -> str:
-    text = (text or "").removeprefix("Skipped: ")
+    text = text or ""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 

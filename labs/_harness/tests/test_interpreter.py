@@ -55,6 +55,11 @@ if triton is not None:
         tl.store(z_ptr + offs, tl.load(x_ptr + offs, mask=offs < n, other=5))
 
     @triton.jit
+    def _one_element_kernel(x_ptr, y_ptr, n):
+        offs = tl.arange(0, 1)
+        tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n, other=0.0))
+
+    @triton.jit
     def _broken_kernel(x_ptr):
         tl.load(x_ptr + undefined_name)  # noqa: F821
 
@@ -183,6 +188,12 @@ def test_a_masked_load_without_other_gives_nan(dtype):
     assert y[:3].tolist() == [1.0] * 3
     assert y[3:].isnan().all()
     assert z.tolist() == [1.0] * 3 + [5.0] * 5
+
+
+def test_a_masked_load_of_one_element_has_its_zero():
+    x, y = torch.ones(1), torch.full((1,), 7.0)
+    recorded(_one_element_kernel, (1,), x, y, 0)
+    assert y.item() == 0
 
 
 def test_a_masked_load_of_integers_is_left_as_it_is():

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 
 import pytest
 
@@ -227,6 +228,7 @@ def test_a_single_step_keeps_the_others_on_the_stored_board(repository):
 NO_TRITON = """
 import importlib.metadata
 import sys
+from collections import Counter
 
 
 class Blocker:
@@ -244,6 +246,12 @@ def version(name, inner=importlib.metadata.version):
 sys.meta_path.insert(0, Blocker())
 importlib.metadata.version = version
 """
+
+
+def test_of_several_reasons_for_a_skip_the_rarest_comes_first():
+    assert steps._why(Counter()) is None
+    assert steps._why(Counter(["no card"] * 3)) == "no card"
+    assert steps._why(Counter(["no card"] * 3 + ["optional"])) == "1 optional; 3 no card"
 
 
 @pytest.mark.skipif(runtime.setup().device == "cuda", reason="a machine without Triton has no GPU")
