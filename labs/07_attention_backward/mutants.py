@@ -35,6 +35,14 @@ STEP_1 = [
         ),
     ),
     bug(
+        "delta-rows-32-bit",
+        1,
+        DELTA,
+        "test_delta_rows_far_apart",
+        "a row's number times its stride passes 2**31 (handout section 2)",
+        ("rows = offs_m.to(tl.int64)[:, None]", "rows = offs_m[:, None]"),
+    ),
+    bug(
         "delta-elements-adjacent",
         1,
         DELTA,
@@ -416,6 +424,52 @@ STEP_2 = [
         ("k, v = _in_registers(k)", "v, k = _in_registers(k)"),
     ),
     bug(
+        "dkdv-walk-from-the-first-row",
+        2,
+        DKDV,
+        "test_dkdv_tiles",
+        "the walk begins at the tile's first key and runs past T: turns begin at multiples of "
+        "BLOCK_M (handout section 3)",
+        ("lo = start_n // BLOCK_M * BLOCK_M", "lo = start_n"),
+    ),
+    bug(
+        "dkdv-rows-32-bit",
+        2,
+        DKDV,
+        "test_dkdv_rows_far_apart",
+        "a row's number times its stride passes 2**31 (handout section 2)",
+        ("first = offs_m.to(tl.int64)[:, None]", "first = offs_m[:, None]"),
+    ),
+    bug(
+        "dkdv-rounds-each-turn",
+        2,
+        DKDV,
+        "test_dkdv_sums_many_turns_in_float32",
+        "dv is rounded to half in each turn",
+        (
+            "dv = tl.dot(p.to(dout.dtype), dout, dv)",
+            "dv = tl.dot(p.to(dout.dtype), dout, dv).to(dout.dtype).to(tl.float32)",
+        ),
+    ),
+    waste(
+        "dkdv-registers-in-the-loop",
+        2,
+        DKDV,
+        "test_dkdv_makes_operands_of_registers_once",
+        "k and v are multiplied by the identity in every turn (handout section 3)",
+        (
+            "        if REGISTERS:\n"
+            "            k, v = _in_registers(k), _in_registers(v)  # (BLOCK_N, D)\n",
+            "",
+        ),
+        (
+            "            s = tl.dot(k, tl.trans(q))  # (BLOCK_N, BLOCK_M)\n",
+            "            if REGISTERS:\n"
+            "                k, v = _in_registers(k), _in_registers(v)  # (BLOCK_N, D)\n"
+            "            s = tl.dot(k, tl.trans(q))  # (BLOCK_N, BLOCK_M)\n",
+        ),
+    ),
+    bug(
         "dkdv-lse-without-other",
         2,
         DKDV,
@@ -582,6 +636,22 @@ STEP_3 = [
         "test_dq",
         "a query does not see itself: the mask is < where <= is right",
         ("cols[None, :] <= offs_m[:, None]", "cols[None, :] < offs_m[:, None]"),
+    ),
+    bug(
+        "dq-rows-32-bit",
+        3,
+        DQ,
+        "test_dq_rows_far_apart",
+        "a row's number times its stride passes 2**31 (handout section 2)",
+        ("rows = offs_m.to(tl.int64)[:, None]", "rows = offs_m[:, None]"),
+    ),
+    bug(
+        "dq-waits-now-and-then",
+        3,
+        DQ,
+        "test_dq_waits_before_it_stores",
+        "without a mask dq does not wait (handout section 3)",
+        ("        if OVERLAP:  # what ran", "        if OVERLAP and CAUSAL:  # what ran"),
     ),
     bug(
         "dq-registers-of-q",
@@ -969,6 +1039,27 @@ STEP_4 = [
         "test_autograd_overlaps_only_behind_dkdv",
         "dq begins before delta is written, where k and v need no gradient (handout section 5)",
         ("overlap=dk is not None", "overlap=True"),
+    ),
+    bug(
+        "autograd-sizes-of-the-other",
+        4,
+        BACKWARD,
+        "test_autograd_uses_the_sizes_of_each_kernel",
+        "dq runs with the tile sizes of dkdv (handout section 5)",
+        ('attention_dq(*given, **ctx.sizes["dq"]', 'attention_dq(*given, **ctx.sizes["dkdv"]'),
+    ),
+    waste(
+        "autograd-forward-again",
+        4,
+        BACKWARD,
+        "test_autograd_does_not_run_the_forward_again",
+        "out and lse are computed again, though they are saved",
+        (
+            "        delta = attention_delta(out, dout)\n",
+            "        again = ctx.causal, ctx.scale\n"
+            '        out, lse = attention_forward(q, k, v, *again, **ctx.sizes["forward"])\n'
+            "        delta = attention_delta(out, dout)\n",
+        ),
     ),
     bug(
         "autograd-second-derivative",

@@ -490,7 +490,7 @@ def attention_dq(
     Args, Raises: as attention_dkdv, but
         registers: hold dout in registers; causal or not.
         overlap: begin while the kernel launched just before still runs. Only right behind
-            attention_dkdv, from which nothing is read here, on inputs whose rows are adjacent.
+            attention_dkdv, from which nothing is read here.
 
     Returns:
         dq: (B, H, T, D) in the dtype of q, contiguous.
@@ -498,11 +498,12 @@ def attention_dq(
     _check_backward(q, k, v, dout, lse, delta, causal, block_m=block_m, block_n=block_n)
     B, H, T, D = q.shape
     S = k.shape[2]
+    copies = any(x.stride(-1) != 1 for x in (q, k, v, dout))  # then they are the kernel before
     q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
     dq = torch.empty(B, H, T, D, dtype=q.dtype, device=q.device)
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    overlap = overlap and _overlaps(_dq_kernel, "gdc_wait", q.device)
+    overlap = overlap and not copies and _overlaps(_dq_kernel, "gdc_wait", q.device)
     if overlap:
         options["launch_pdl"] = True
     with torch.cuda.device_of(q):
@@ -536,7 +537,6 @@ class TritonFlashAttention(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
         delta = attention_delta(out, dout)
-        q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
         given = (q, k, v, dout, lse, delta, ctx.causal, ctx.scale)
         dq = dk = dv = None
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:

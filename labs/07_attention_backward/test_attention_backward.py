@@ -48,7 +48,7 @@ here = runtime.setup()
 causal_or_full = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 odd_tiles = pytest.mark.parametrize(
     ("T", "block_m", "block_n"),
-    [(1, 16, 16), (65, 32, 16), (65, 16, 32), (50, 64, 16), (97, 16, 64)],
+    [(1, 16, 16), (65, 32, 16), (65, 16, 32), (64, 32, 16), (50, 64, 16), (97, 16, 64)],
 )
 lengths = pytest.mark.parametrize(("T", "S"), [(1, 40), (40, 1), (13, 50), (50, 13), (16, 48)])
 step1 = step(1, needs_triton)
@@ -107,6 +107,14 @@ def check_dq(lab, q, k, v, dout, causal=False, block_m=16, block_n=16, scale=Non
     got = lab.attention_dq(q, k, v, dout, lse, delta, causal=causal, scale=scale, **sizes)
     want = want_gradients(q, k, v, dout, causal, (block_m, block_n), scale=scale)[0]
     want.check(got)
+
+
+def rows_far_apart(device):
+    """(1, 1, 3, 16) whose third row begins past 2**31 elements."""
+    stride = 2**30 + 64
+    x = torch.empty(2 * stride + 16, dtype=F16, device=device)
+    x = x.as_strided((1, 1, 3, 16), (16, 16, stride, 1))
+    return x.copy_(oracle.inputs(1, 1, 3, 16, dtype=F16, device=device))
 
 
 def unseen_row(device, T=20, S=24, row=3):
@@ -222,6 +230,12 @@ def far_tensor(device, B, H, T, D):
     one = oracle.inputs(1, 1, T, D, dtype=F16, device=device)
     x[-1:, -1:] = one
     return x, one
+
+
+@step1
+def test_delta_rows_far_apart(lab, device):
+    x = rows_far_apart(device)
+    check_delta(lab, x, x)
 
 
 @step1
@@ -417,6 +431,33 @@ def test_dkdv_operands_in_registers(lab, device):
     q, k, v, dout = problem(1, 1, 20, 16, device=device)
     with pytest.raises(ValueError, match="causal"):
         lab.attention_dkdv(q, k, v, dout, *saved(q, k, v, dout, True), causal=True, registers=True)
+
+
+@step2
+@interpreter_only
+def test_dkdv_makes_operands_of_registers_once(lab, device):
+    given = problem(1, 1, 64, 16, dtype=F16, device=device)
+    lab.attention_dkdv(*given, *saved(*given, False), block_m=16, block_n=16, registers=True)
+    # 16 pairs of tiles of four products; 4 key tiles of two products with the identity.
+    most = 16 * 4 * 2 * 16**3 + 4 * 2 * 2 * 16**3
+    assert lab.kernels.dot_flops <= most, (
+        f"registers=True: {most:,} FLOPs at most, got {lab.kernels.dot_flops:,}. _in_registers "
+        "stands before the loop: what it makes does not change there"
+    )
+
+
+@step2
+def test_dkdv_sums_many_turns_in_float32(lab, device):
+    q, k, v, dout = problem(1, 1, 4096, 16, S=16, dtype=F16, device=device)
+    q.zero_()
+    dout.fill_(1.07)
+    check_dkdv(lab, q, k, v, dout)
+
+
+@step2
+def test_dkdv_rows_far_apart(lab, device):
+    x = rows_far_apart(device)
+    check_dkdv(lab, x, x, x, x, True)
 
 
 @step2
@@ -666,16 +707,25 @@ def test_dq_operand_in_registers(lab, device, causal):
 @step3
 def test_dq_waits_before_it_stores(lab, device):
     check_dq(lab, *problem(1, 1, 16, 16, device=device))  # says so while the step is unwritten
-    lines = defaultdict(list)  # of the kernel's calls of tl
+    lines, guarded = defaultdict(list), []  # where its names of tl stand; waits under OVERLAP alone
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(lab._dq_kernel.fn)))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            lines[node.func.attr].append(node.lineno)
+        if isinstance(node, ast.Attribute):
+            lines[node.attr].append(node.lineno)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "OVERLAP":
+            guarded += [x.lineno for x in ast.walk(node) if isinstance(x, ast.Call)]
     if "gdc_wait" not in lines:
         pytest.skip("optional: _dq_kernel does not call gdc_wait (handout section 3)")
+    assert set(lines["gdc_wait"]) <= set(guarded), "gdc_wait() is called under `if OVERLAP:` alone"
     assert max(lines["gdc_wait"]) < min(lines["store"]), (
         "_dq_kernel begins while the kernel before it still runs, which may still read the memory "
         "that dq now has: gdc_wait comes before tl.store"
     )
+
+
+@step3
+def test_dq_rows_far_apart(lab, device):
+    x = rows_far_apart(device)
+    check_dq(lab, x, x, x, x, True)
 
 
 @step3
@@ -851,6 +901,37 @@ def test_autograd_overlaps_only_behind_dkdv(lab, device, monkeypatch):
             f"gradients of {', '.join('qkv'[i] for i in needed)}: overlap=True is for attention_dq "
             f"right behind attention_dkdv, got the calls {calls}"
         )
+
+
+@step4
+@interpreter_only
+def test_autograd_does_not_run_the_forward_again(lab, device):
+    leaves = [x.detach().requires_grad_() for x in problem(1, 1, 20, 16, device=device)[:3]]
+    out = lab.flash_attention(*leaves)
+    with lab.guarded("flash_attention's backward", engine_calls=1):
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert lab.kernels.launches["_forward_kernel"] == 0, "out and lse are saved: see forward"
+
+
+@step4
+def test_autograd_uses_the_sizes_of_each_kernel(lab, device, monkeypatch):
+    plain = {"block_m": 16, "block_n": 16, "num_warps": 4, "num_stages": 2}
+    sizes = {"forward": plain, "dkdv": plain | {"block_n": 32}, "dq": plain | {"block_m": 32}}
+    code, got = lab.attention_dq.__wrapped__.__globals__, {}
+    monkeypatch.setitem(code, "tiles", lambda *args: sizes)
+    for name in ("dkdv", "dq"):
+        launcher = getattr(lab, f"attention_{name}").__wrapped__
+
+        def noted(*args, launcher=launcher, name=name, **kwargs):
+            given = inspect.signature(launcher).bind(*args, **kwargs).arguments
+            got[name] = {what: given.get(what) for what in plain}
+            return launcher(*args, **kwargs)
+
+        monkeypatch.setitem(code, f"attention_{name}", noted)
+    leaves = [x.detach().requires_grad_() for x in problem(1, 1, 20, 16, device=device)[:3]]
+    torch.autograd.grad(lab.flash_attention(*leaves).sum(), leaves)
+    want = {name: sizes[name] for name in got}
+    assert got == want, f"each kernel has its own entry of ctx.sizes: want {want}, got {got}"
 
 
 @step4

@@ -421,7 +421,7 @@ def _seconds(text: str) -> float:
 
 
 _positive.__name__, _seconds.__name__ = "positive number", "number of seconds"
-OPTIONS = "block_m block_n num_warps num_stages head_dim dtype causal".split()
+OPTIONS = "block_m block_n num_warps num_stages head_dim dtype causal registers".split()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -440,6 +440,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mask = parser.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_true", default=None, help="causal mask")
     mask.add_argument("--full", dest="causal", action="store_false", help="no causal mask")
+    text = "lab 07: operands in registers that a loop does not change"
+    add("--registers", action="store_true", default=None, help=text)
     text = f"try tiles, warps and stages (on {', '.join(SWEEP_ARCHS)}); what is given stays fixed"
     add("--sweep", action="store_true", help=text)
     add("--strict", action="store_true", help="spills make the exit code 1, too")
