@@ -209,9 +209,19 @@ def traced(fd, options) -> list[Traced]:
 
 
 def launches(
-    fd, block_n=64, num_warps=4, num_stages=3, head_dim=128, group=4, page=16, dtype="float16"
+    fd,
+    block_n=64,
+    num_warps=None,
+    num_stages=None,
+    head_dim=128,
+    group=4,
+    page=16,
+    dtype="float16",
 ) -> dict:
-    """Launcher name -> a call that launches its kernel once, for the X-ray to compile."""
+    """Launcher name -> a call that launches its kernel once, for the X-ray to compile.
+
+    num_warps and num_stages: None leaves each launcher its own.
+    """
     kind = getattr(torch, dtype)
     q = torch.empty(1, 2 * group, 1, head_dim, dtype=kind)
     kv = torch.empty(1, 2, 4 * block_n, head_dim, dtype=kind)
@@ -220,7 +230,11 @@ def launches(
     lens = torch.full((1,), 4 * block_n, dtype=torch.int32)
     m = torch.empty(3, 1, 2 * group)
     acc = torch.empty(3, 1, 2 * group, head_dim)
-    config = dict(block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+    config = dict(block_n=block_n)
+    if num_warps:
+        config["num_warps"] = num_warps
+    if num_stages:
+        config["num_stages"] = num_stages
     return {
         "split_partials": lambda: fd.split_partials(q, kv, kv, 3, **config),
         "merge_partials": lambda: fd.merge_partials(m, m, acc, kind),

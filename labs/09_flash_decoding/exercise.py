@@ -153,6 +153,7 @@ if triton is not None:
         #   key head h serves query heads h * G to h * G + G - 1: rows of one tile, then padding
         #   chunk split has tiles split * n // n_splits up to (split + 1) * n // n_splits of the n
         #   m and l are (n_splits, B * H), acc is (n_splits, B * H, D), contiguous
+        #   mind: a maximum drops NaN, so m can be -inf, "empty", where l is NaN
         #   PDL is for the optional end of section 5: leave it alone until then
         tl.static_assert(False, "lab 09 step 3: write _split_kernel")
 
@@ -173,7 +174,8 @@ def split_partials(q, k, v, n_splits, block_n=None, num_warps=None, num_stages=N
     Returns:
         (m, l, acc) as merge_accumulators takes them, float32: (n_splits, B, H), (n_splits, B, H),
         (n_splits, B, H, D). With n tiles of keys, chunk c has tiles c * n // n_splits up to
-        (c + 1) * n // n_splits.
+        (c + 1) * n // n_splits. A row of a chunk whose l is NaN must not have m = -inf, which
+        would say that it is empty.
 
     Raises:
         ValueError: the above does not hold.
@@ -277,6 +279,7 @@ if triton is not None:
         #   one program, one row b * H + h of rows = num_programs(0)
         #   m and l are (n_splits, rows), acc is (n_splits, rows, D)
         #   BLOCK_C chunks at a time, and a running m, l, acc over them, as in step 1
+        #   mind: a chunk is empty where m is -inf, and only there; NaN is not empty
         tl.static_assert(False, "lab 09 step 4: write _merge_kernel")
 
 
@@ -402,7 +405,7 @@ if triton is not None:
         # TODO step 5 (about 45 lines; handout section 6): step 3 with the keys in pages
         #   S is this sequence's own length; a row of k lies at page * stride_kp + h * stride_kh +
         #   slot * stride_ks, page from row b of the table
-        #   mind: neither table nor page may be read beyond the length
+        #   mind: neither table nor page may be read beyond the length; NaN, as in step 3
         tl.static_assert(False, "lab 09 step 5: write _paged_split_kernel")
 
 
@@ -643,10 +646,10 @@ def decode_paged(model, prompts, n_new, page_size=16):
         model: a TinyModel.
         prompts: list of (N,) int64 tensors on the model's device, N from 1 up.
         n_new: tokens to add to each, from 1 up.
-        page_size: slots of a page.
+        page_size: slots of a page. Each sequence gets pages for its own prompt and n_new tokens.
 
     Returns:
-        (B, n_new) int64.
+        (B, n_new) int64. Each token takes one call of paged_decode, for all sequences together.
     """
     # TODO step 6, second half (about 22 lines; handout section 7)
     #   allocate_pages; each prompt by itself: append all its keys, keep the last query

@@ -43,6 +43,11 @@ _LETS_GO = (
     "            tl.extra.cuda.gdc_launch_dependents()\n"
 )
 
+_SHOWS_NAN = (
+    "        m_i = tl.where(l_i == l_i, m_i, l_i)"
+    '  # a maximum drops NaN, and -inf would say "empty"\n'
+)
+
 STEP_1 = [
     bug(
         "merge-empty-acc-nan",
@@ -67,6 +72,26 @@ STEP_1 = [
         "test_merge_does_not_hide_nan",
         "NaN is turned into 0 wherever it comes from (handout section 2)",
         ("accs.masked_fill(empty[..., None], 0.0)", "accs.nan_to_num(0.0)"),
+    ),
+    bug(
+        "merge-l-nan-to-zero",
+        1,
+        PARTS,
+        "test_merge_does_not_hide_nan",
+        "an l that is NaN is turned into 0 (handout section 2)",
+        ("ls.masked_fill(empty, 0.0)", "ls.nan_to_num(0.0)"),
+    ),
+    bug(
+        "merge-zero-weight-hides-nan",
+        1,
+        PARTS,
+        "test_merge_does_not_hide_nan",
+        "a part that weighs 0 is taken for empty, though it has keys (handout section 2)",
+        ('    empty = ms == float("-inf")  # (C, ...)\n', ""),
+        (
+            "  # (C, ...)\n    l =",
+            "  # (C, ...)\n    empty = weights == 0.0  # (C, ...)\n    l =",
+        ),
     ),
     bug(
         "merge-all-empty-nan",
@@ -265,6 +290,14 @@ STEP_2 = [
             "dtype = torch.float32",
         ),
     ),
+    bug(
+        "split-number-ignored",
+        2,
+        SPLIT,
+        "test_split_attention_work",
+        "all keys make one chunk, whatever n_splits is (handout section 3)",
+        ("    for c in range(n_splits):", "    n_splits = 1\n    for c in range(n_splits):"),
+    ),
     waste(
         "split-copies-heads",
         2,
@@ -287,6 +320,22 @@ STEP_2 = [
             "s = rows @ k[:, :, lo:hi].to(dtype).transpose(-2, -1)",
             "s = (rows @ k.to(dtype).transpose(-2, -1))[..., lo:hi]",
         ),
+    ),
+    cheat(
+        "split-softmax",
+        2,
+        "test_split_attention_any_number_of_splits",
+        "one softmax runs over all keys",
+        """
+def split_attention(q, k, v, n_splits):
+    check_qkv(q, k, v, grouped=True)
+    check_blocks(n_splits=n_splits)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3).to(dtype) / math.sqrt(q.shape[-1])
+    s = rows @ k.to(dtype).transpose(-2, -1)
+    out, lse = torch.softmax(s, -1) @ v.to(dtype), torch.logsumexp(s, -1)
+    return out.to(q.dtype).reshape(q.shape), lse.reshape(q.shape[:-1])
+""",
     ),
     cheat(
         "split-sdpa",
@@ -474,6 +523,33 @@ STEP_3 = [
         ("p = tl.exp(s - m_new[:, None])", "p = tl.exp(s * 1.0000001 - m_new[:, None])"),
     ),
     bug(
+        "kernel-nan-looks-empty",
+        3,
+        KERNEL,
+        "test_split_kernel_does_not_hide_nan",
+        "a maximum drops NaN, and a chunk that is all NaN says it is empty (handout section 4)",
+        (_SHOWS_NAN, ""),
+    ),
+    bug(
+        "kernel-nan-to-zero",
+        3,
+        KERNEL,
+        "test_split_kernel_does_not_hide_nan",
+        "NaN in v is turned into 0 (handout section 4)",
+        (
+            "            acc = tl.dot(",
+            "            v = tl.where(v == v, v, 0.0)\n            acc = tl.dot(",
+        ),
+    ),
+    bug(
+        "kernel-32-bit-batch",
+        3,
+        KERNEL,
+        "test_split_kernel_offsets_beyond_32_bits",
+        "sequence times stride wraps past 2**31 (handout section 4)",
+        ("k_ptr + b * stride_kb", "k_ptr + b.to(tl.int32) * stride_kb"),
+    ),
+    bug(
         "kernel-32-bit-head",
         3,
         KERNEL,
@@ -572,6 +648,33 @@ STEP_4 = [
         "test_merge_kernel_empty_parts_may_hold_anything",
         "an empty chunk's l is used (handout section 5)",
         ("tl.where(full, w * l_c, 0.0)", "w * l_c"),
+    ),
+    bug(
+        "decode-nan-looks-empty",
+        4,
+        MERGE,
+        "test_merge_kernel_does_not_hide_nan",
+        "a chunk whose m is NaN is taken for empty: NaN > -inf is false (handout section 5)",
+        ("full = m_c != float", "full = m_c > float"),
+    ),
+    bug(
+        "decode-zero-weight-hides-nan",
+        4,
+        MERGE,
+        "test_merge_kernel_does_not_hide_nan",
+        "a chunk that weighs 0 is taken for empty, though it has keys (handout section 5)",
+        ("tl.where(full[:, None], w", "tl.where((full & (w != 0.0))[:, None], w"),
+    ),
+    bug(
+        "decode-nan-to-zero",
+        4,
+        MERGE,
+        "test_flash_decode_does_not_hide_nan",
+        "NaN in a chunk's acc is turned into 0 (handout section 5)",
+        (
+            "            full = m_c",
+            "            acc_c = tl.where(acc_c == acc_c, acc_c, 0.0)\n            full = m_c",
+        ),
     ),
     bug(
         "decode-first-chunks-empty",
@@ -924,6 +1027,47 @@ STEP_5 = [
         ("+ cols // PAGE, mask", "+ start_n // PAGE + 0 * cols, mask"),
     ),
     bug(
+        "paged-nan-looks-empty",
+        5,
+        PAGED,
+        "test_paged_kernel_does_not_hide_nan",
+        "a maximum drops NaN, and a chunk that is all NaN says it is empty (handout section 4)",
+        (_SHOWS_NAN, ""),
+    ),
+    bug(
+        "paged-nan-to-zero",
+        5,
+        PAGED,
+        "test_paged_kernel_does_not_hide_nan",
+        "NaN in v is turned into 0, in slots that do hold a key, too (handout section 6)",
+        (
+            "            acc = tl.dot(",
+            "            v = tl.where(v == v, v, 0.0)\n            acc = tl.dot(",
+        ),
+    ),
+    bug(
+        "paged-finite-minus-inf",
+        5,
+        PAGED,
+        "test_paged_kernel_huge_equal_scores",
+        "a finite number stands for -inf, and real scores lie below it",
+        (
+            'm_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)',
+            "m_i = tl.full((BLOCK_M,), -1e9, tl.float32)",
+        ),
+    ),
+    bug(
+        "paged-strides-of-q",
+        5,
+        PAGED,
+        "test_paged_kernel_layouts",
+        "q is read as if it were contiguous (handout section 6)",
+        (
+            "b * stride_qb + heads[:, None] * stride_qh",
+            "(b * H_kv * G + heads[:, None]) * D",
+        ),
+    ),
+    bug(
         "paged-strides-of-k",
         5,
         PAGED_LAUNCH,
@@ -1095,6 +1239,27 @@ STEP_6 = [
             "    places = seq_lens",
         ),
     ),
+    waste(
+        "append-copies-the-pool",
+        6,
+        APPEND,
+        "test_append_kv_into_a_large_pool",
+        "the whole pool is copied for every token (handout section 7)",
+        (
+            "    k_pages[pages, :, slots] = k_new.transpose(1, 2)",
+            "    whole = k_pages.clone()\n"
+            "    whole[pages, :, slots] = k_new.transpose(1, 2)\n"
+            "    k_pages.copy_(whole)",
+        ),
+    ),
+    bug(
+        "append-length-clamped",
+        6,
+        APPEND,
+        "test_append_kv_into_a_large_pool",
+        "no sequence gets longer than some limit, and later keys overwrite each other",
+        ("return seq_lens + N", "return (seq_lens + N).clamp(max=256)"),
+    ),
     bug(
         "append-beyond-the-table",
         6,
@@ -1160,6 +1325,42 @@ STEP_6 = [
         (
             "[len(prompt) + n_new for prompt in prompts]",
             "[len(prompt) + n_new - 1 for prompt in prompts]",
+        ),
+    ),
+    bug(
+        "loop-page-size-ignored",
+        6,
+        LOOP,
+        "test_decode_paged_attends_for_all_sequences_at_once",
+        "pages have 16 slots whatever was asked for",
+        ("allocate_pages(model, lengths, page_size)", "allocate_pages(model, lengths, 16)"),
+    ),
+    waste(
+        "loop-longest-for-all",
+        6,
+        LOOP,
+        "test_decode_paged_attends_for_all_sequences_at_once",
+        "every sequence reserves as many pages as the longest (handout section 7)",
+        (
+            "lengths = [len(prompt) + n_new for prompt in prompts]",
+            "lengths = [max(map(len, prompts)) + n_new] * len(prompts)",
+        ),
+    ),
+    waste(
+        "loop-one-sequence-at-a-time",
+        6,
+        LOOP,
+        "test_decode_paged_attends_for_all_sequences_at_once",
+        "each sequence attends in a launch of its own (handout section 7)",
+        (
+            "        out, _ = paged_decode(q, k_pages, v_pages, page_table, seq_lens)\n",
+            "        rows = [slice(b, b + 1) for b in range(len(prompts))]\n"
+            "        out = torch.cat(\n"
+            "            [\n"
+            "                paged_decode(q[b], k_pages, v_pages, page_table[b], seq_lens[b])[0]\n"
+            "                for b in rows\n"
+            "            ]\n"
+            "        )\n",
         ),
     ),
     cheat(

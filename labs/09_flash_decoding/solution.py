@@ -206,6 +206,7 @@ if triton is not None:
 
         # Stored also where the chunk is empty: then it says -inf, 0, 0.
         rows = (split * (tl.num_programs(0) // n_splits) + pid_bh) * G + offs_m  # (BLOCK_M,)
+        m_i = tl.where(l_i == l_i, m_i, l_i)  # a maximum drops NaN, and -inf would say "empty"
         tl.store(m_ptr + rows, m_i, mask=offs_m < G)
         tl.store(l_ptr + rows, l_i, mask=offs_m < G)
         acc_ptrs = acc_ptr + rows[:, None] * D + offs_d[None, :]  # (BLOCK_M, D)
@@ -228,7 +229,8 @@ def split_partials(q, k, v, n_splits, block_n=None, num_warps=None, num_stages=N
     Returns:
         (m, l, acc) as merge_accumulators takes them, float32: (n_splits, B, H), (n_splits, B, H),
         (n_splits, B, H, D). With n tiles of keys, chunk c has tiles c * n // n_splits up to
-        (c + 1) * n // n_splits.
+        (c + 1) * n // n_splits. A row of a chunk whose l is NaN must not have m = -inf, which
+        would say that it is empty.
 
     Raises:
         ValueError: the above does not hold.
@@ -343,7 +345,7 @@ if triton is not None:
             l_c = tl.load(l_ptr + places, mask=exists, other=0.0)  # (BLOCK_C,)
             acc_ptrs = acc_ptr + places[:, None] * D + offs_d[None, :]  # (BLOCK_C, D)
             acc_c = tl.load(acc_ptrs, mask=exists[:, None], other=0.0)  # (BLOCK_C, D)
-            full = m_c > float("-inf")  # (BLOCK_C,): an empty chunk may hold anything
+            full = m_c != float("-inf")  # (BLOCK_C,): NaN is full; an empty one may hold anything
             m_new = tl.maximum(m_i, tl.max(m_c, axis=0))
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # all empty: exp(-inf) = 0
             alpha = tl.exp(m_i - m_safe)
@@ -524,6 +526,7 @@ if triton is not None:
             m_i = m_new
 
         rows = (split * (tl.num_programs(0) // n_splits) + pid_bh) * G + offs_m  # (BLOCK_M,)
+        m_i = tl.where(l_i == l_i, m_i, l_i)  # a maximum drops NaN, and -inf would say "empty"
         tl.store(m_ptr + rows, m_i, mask=offs_m < G)
         tl.store(l_ptr + rows, l_i, mask=offs_m < G)
         acc_ptrs = acc_ptr + rows[:, None] * D + offs_d[None, :]  # (BLOCK_M, D)
@@ -771,10 +774,10 @@ def decode_paged(model, prompts, n_new, page_size=16):
         model: a TinyModel.
         prompts: list of (N,) int64 tensors on the model's device, N from 1 up.
         n_new: tokens to add to each, from 1 up.
-        page_size: slots of a page.
+        page_size: slots of a page. Each sequence gets pages for its own prompt and n_new tokens.
 
     Returns:
-        (B, n_new) int64.
+        (B, n_new) int64. Each token takes one call of paged_decode, for all sequences together.
     """
     lengths = [len(prompt) + n_new for prompt in prompts]
     k_pages, v_pages, page_table = allocate_pages(model, lengths, page_size)

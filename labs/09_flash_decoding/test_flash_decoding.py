@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -39,7 +40,15 @@ STEPS = {
 
 # Most elements of a row that torch's softmax or logsumexp may see at a time, by function.
 ROW_LIMITS = dict.fromkeys(
-    ("split_partials", "merge_partials", "flash_decode", "paged_partials", "paged_decode"), 0
+    (
+        "split_attention",
+        "split_partials",
+        "merge_partials",
+        "flash_decode",
+        "paged_partials",
+        "paged_decode",
+    ),
+    0,
 )
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -217,6 +226,15 @@ def test_merge_does_not_hide_nan(lab, device):
     want[1, 2] = want[2] = True
     assert torch.equal(out.isnan(), want), f"NaN in a part with keys is NaN in the result: {out}"
     assert lse.isnan().tolist() == [False, False, True]
+    # The same through merge_accumulators: a part of weight exp(-200) = 0 has keys, too.
+    ms = torch.zeros(2, 3, device=device)
+    ms[0] = -200.0
+    m, l, acc = lab.merge_accumulators(ms, torch.ones_like(ms), outs)
+    assert acc.isnan()[1, 2], f"acc is NaN in a part with keys (m = -200 beside 0): got {acc}"
+    assert acc.isnan().sum() == 1, f"and in that element only: got {acc}"
+    ls = torch.tensor([[1.0, NAN, 1.0], [1.0, 1.0, NAN]], device=device)
+    m, l, acc = lab.merge_accumulators(ms, ls, torch.ones_like(outs))
+    assert l.isnan().tolist() == [False, True, True], f"l is NaN in a part with keys: got {l}"
 
 
 @step1
@@ -300,6 +318,13 @@ def test_split_attention_work(lab, device):
         f"a chunk of k ({k.nbytes // 8} bytes) is enough at a time, for all heads of its group: "
         f"got a tensor of shape {lab.work.largest_shape}, {lab.work.largest} bytes"
     )
+    q, k, v = oracle.qkv(1, 4, 64, 8, S=256, kv_heads=1, device=device)
+    lab.split_attention(q, k, v, 8)
+    scores = 4 * 64 * 256 * 4
+    assert lab.work.largest <= scores // 2, (
+        f"the scores of one chunk of 8 ({scores // 8} bytes) are enough at a time: "
+        f"got a tensor of shape {lab.work.largest_shape}, {lab.work.largest} bytes"
+    )
 
 
 @step2
@@ -321,13 +346,40 @@ def test_split_attention_rejects(lab, device):
 def merged(parts, dtype):
     """(out, lse) from (m, l, acc) of a kernel, merged here in float64; leans on no other step."""
     m, l, acc = (x.double() for x in parts)
-    full = m > -INF
+    full = m != -INF  # NaN has keys
     top = m.amax(0)
     w = torch.where(full, torch.exp(m - torch.where(top == -INF, 0.0, top)), 0.0)
     l = torch.where(full, w * l, 0.0).sum(0)
     acc = torch.where(full[..., None], w[..., None] * acc, 0.0).sum(0)
     out = acc / torch.where(l == 0, 1.0, l)[..., None]
     return out[:, :, None].to(dtype), (top + l.log())[:, :, None].float()
+
+
+def check_shows_nan(run, device):
+    """NaN in q, in a tile of k, in one key or one value is NaN for the heads that read it.
+
+    Args:
+        run: (q, k, v, n_splits) -> (out, lse), with tiles of 16 keys.
+    """
+    key_head_0 = [True, True, False, False]
+    for what, number, place, heads in (
+        ("q of head 1", 0, (0, 1), [False, True, False, False]),
+        ("all keys", 1, (0, 0), key_head_0),
+        ("a tile of keys", 1, (0, 0, slice(16)), key_head_0),
+        ("one key", 1, (0, 0, 5), key_head_0),
+        ("one value", 2, (0, 0, 5), key_head_0),
+    ):
+        for n_splits in (1, 3):
+            x = oracle.qkv(1, 4, 1, 16, S=40, kv_heads=2, device=device)
+            x[number][place] = NAN
+            out, lse = run(*x, n_splits)
+            case = f"NaN in {what}, {n_splits} chunks: heads whose"
+            got = out.isnan().all(-1).flatten().tolist()
+            assert got == heads, f"{case} out is NaN: want {heads}, got {got}"
+            assert out.isnan().any(-1).flatten().tolist() == heads, f"{case} out has a NaN"
+            want = heads if number < 2 else [False] * 4
+            got = lse.isnan().flatten().tolist()
+            assert got == want, f"{case} lse is NaN: want {want}, got {got}"
 
 
 def check_shapes(parts, n_splits, q):
@@ -400,6 +452,14 @@ def test_split_kernel_huge_equal_scores(lab, device):
 
 
 @step3
+def test_split_kernel_does_not_hide_nan(lab, device):
+    def run(q, k, v, n_splits):
+        return merged(lab.split_partials(q, k, v, n_splits, block_n=16), q.dtype)
+
+    check_shows_nan(run, device)
+
+
+@step3
 def test_split_kernel_chunks_are_whole_tiles(lab, device):
     q, k, v = oracle.qkv(1, 2, 1, 16, S=75, device=device)  # 5 tiles of 16
     for n_splits in (1, 2, 3, 5, 8):
@@ -469,25 +529,29 @@ def lazy(*shape, dtype, device):
 
 
 @step3
-@pytest.mark.parametrize("large", ["heads", "keys"])
+@pytest.mark.parametrize("large", ["batch", "heads", "keys"])
 def test_split_kernel_offsets_beyond_32_bits(lab, device, large):
     D, block_n = 256, 32
-    heads, S, n_splits = (129, 2**16 + 7, 32) if large == "heads" else (1, 2**23 + 2**13, 4096)
-    k = lazy(1, heads, S, D, dtype=F16, device=device)
+    B, heads, S, n_splits = {
+        "batch": (129, 1, 2**16 + 7, 32),
+        "heads": (1, 129, 2**16 + 7, 32),
+        "keys": (1, 1, 2**23 + 2**13, 4096),
+    }[large]
+    k = lazy(B, heads, S, D, dtype=F16, device=device)
     tiles = -(-S // block_n)
     lo = (n_splits - 1) * tiles // n_splits * block_n  # where the last chunk begins
-    q = lazy(1, heads, 1, D, dtype=F16, device=device)
-    q[:, -1:] = oracle.inputs(1, 1, 1, D, dtype=F16, device=device)
+    q = lazy(B, heads, 1, D, dtype=F16, device=device)
+    q[-1:, -1:] = oracle.inputs(1, 1, 1, D, dtype=F16, device=device)
     if here.interpret:
-        k[:, -1:, lo:] = oracle.inputs(1, 1, S - lo, D, dtype=F16, device=device)
+        k[-1:, -1:, lo:] = oracle.inputs(1, 1, S - lo, D, dtype=F16, device=device)
         with lab.last_program_only():
             parts = lab.split_partials(q, k, k, n_splits, block_n=block_n)
     else:
         k.normal_()
         q.normal_()
         parts = lab.split_partials(q, k, k, n_splits, block_n=block_n)
-    last = [x[-1:, :, -1:] for x in parts]
-    q, k = q[:, -1:], k[:, -1:, lo:]
+    last = [x[-1:, -1:, -1:] for x in parts]
+    q, k = q[-1:, -1:], k[-1:, -1:, lo:]
     want = oracle.attention(q, k, k, kernel=True)
     oracle.check_all(want, merged(last, F16), "the last chunk of the last head,")
 
@@ -570,7 +634,7 @@ def check_merge(lab, m, l, acc, dtype=F32):
     """Against the same merge in float64."""
     want_out, want_lse = merged((m, l, acc), F64)
     got = lab.merge_partials(m, l, acc, dtype)
-    full = m > -INF
+    full = m != -INF
     terms = float((acc / l[..., None])[full].abs().max()) if full.any() else 1.0
     tops = m[full].abs().max().item() if full.any() else 1.0
     eps = max(oracle.eps(dtype), oracle.eps(F32) * (8 + tops))
@@ -637,13 +701,31 @@ def test_merge_kernel_keeps_counts_beside_huge_scores(lab, device):
 
 
 @step4
+@pytest.mark.parametrize("n_splits", [1, 2, 70])
+def test_merge_kernel_does_not_hide_nan(lab, device, n_splits):
+    for what in ("m, l and acc", "l and acc", "acc"):
+        for m_beside in (0.0, -200.0):  # a weight of exp(-200) = 0, but not empty
+            m, l, acc = random_parts(n_splits, 16, device)
+            m[0, 0, 0] = NAN if what == "m, l and acc" else m_beside
+            if what != "acc":
+                l[0, 0, 0] = NAN
+            acc[0, 0, 0] = NAN
+            out, lse = lab.merge_partials(m, l, acc, F32)
+            case = f"{what} of part 0 of {n_splits} NaN, its m {m[0, 0, 0].item()}:"
+            assert out[0, 0].isnan().all(), f"{case} out must be NaN, got {out[0, 0]}"
+            assert lse[0, 0].isnan().all() == (what != "acc"), f"{case} lse {lse[0, 0].item()}"
+            assert out.isnan().sum() == 16, f"{case} the other rows must be as they were"
+
+
+@step4
 @interpreter_only
 def test_merge_kernel_reads_each_part_once(lab, device):
     m, l, acc = random_parts(70, 16, device)
     lab.merge_partials(m, l, acc, F32)
     want = m.nbytes + l.nbytes + acc.nbytes
-    assert lab.kernels.bytes_loaded == want, (
-        f"m, l and acc once: {want} bytes; got {lab.kernels.bytes_loaded}"
+    assert want <= lab.kernels.bytes_loaded <= want + m.nbytes, (
+        f"l and acc once, m once or twice: {want} or {want + m.nbytes} bytes; "
+        f"got {lab.kernels.bytes_loaded}"
     )
     assert lab.kernels.bytes_stored == 6 * 4 * (16 + 1)
 
@@ -723,6 +805,11 @@ def test_flash_decode_huge_equal_scores_in_unequal_chunks(lab, device):
     assert torch.allclose(out.float(), torch.full_like(out, 2.0).float(), rtol=1e-5), (
         f"equal scores weigh equally: want the mean, 2.0; got {out[0, 0, 0, 0].item()}"
     )
+
+
+@step4
+def test_flash_decode_does_not_hide_nan(lab, device):
+    check_shows_nan(lambda q, k, v, n: decode(lab, q, k, v, n, block_n=16), device)
 
 
 @step4
@@ -1074,7 +1161,31 @@ def test_paged_kernel_score_ranges(lab, device, kind):
 
 
 @step5
+def test_paged_kernel_huge_equal_scores(lab, device):
+    dtype = F32 if here.interpret else BF16
+    for sign in (1, -1):  # scores near -1e11 lie below every number that could stand for -inf
+        x = torch.full((1, 1, 40, 64), 133120.0, dtype=dtype, device=device)
+        cache = pages_of(sign * x, x, [40], 8)
+        m, l, acc = lab.paged_partials(x[:, :, :1], *cache, 2, block_n=16)
+        assert (l.flatten() == torch.tensor([16.0, 24.0], device=device)).all(), (
+            f"equal scores weigh 1 each: want l = 16 and 24, got {l.flatten().tolist()}"
+        )
+        assert torch.allclose(acc / l[..., None], x[0, 0, 0, 0].float())
+
+
+@step5
+def test_paged_kernel_does_not_hide_nan(lab, device):
+    def run(q, k, v, n_splits):
+        cache = pages_of(k, v, [k.shape[2]], 7)
+        return merged(lab.paged_partials(q, *cache, n_splits, block_n=16), q.dtype)
+
+    check_shows_nan(run, device)
+
+
+@step5
 def test_paged_kernel_layouts(lab, device):
+    strided = oracle.qkv(2, 4, 1, 16, S=30, kv_heads=2, device=device, layout="strided")
+    check_paged(lab, *strided, [30, 11], 8)
     q, k, v = oracle.qkv(2, 4, 1, 16, S=30, kv_heads=2, device=device)
     check_paged(lab, q, k, v, [30, 11], 8, layout="NHD")
     k_pages, v_pages, table, lens = pages_of(k, v, [30, 11], 8)
@@ -1267,6 +1378,23 @@ def test_append_kv_writes_through_strides(lab, device):
 
 
 @step6
+def test_append_kv_into_a_large_pool(lab, device):
+    k_pages, v_pages = (torch.zeros(512, 1, 8, 8, device=device) for _ in range(2))
+    table = torch.arange(511, -1, -1, device=device).int().view(2, 256)
+    lens = torch.tensor([2000, 5], dtype=torch.int32, device=device)
+    k_new, v_new = (oracle.inputs(2, 1, 3, 8, device=device) for _ in range(2))
+    got = append(lab, k_pages, v_pages, table, lens, k_new, v_new)
+    assert got.tolist() == [2003, 8], f"lengths 2000 and 5, 3 more: got {got.tolist()}"
+    assert lab.work.largest <= k_pages.nbytes // 4, (
+        f"only the new keys are written, the pool of {k_pages.nbytes} bytes is not copied: "
+        f"got a tensor of shape {lab.work.largest_shape}"
+    )
+    for pages, new in ((k_pages, k_new), (v_pages, v_new)):  # key 2000: page 250 of its row, slot 0
+        assert torch.equal(pages[511 - 250, 0, :3], new[0, 0])
+        assert torch.equal(pages[511 - 256, 0, 5:], new[1, 0])
+
+
+@step6
 def test_append_kv_refused_leaves_the_cache_alone(lab, device):
     k_pages, v_pages = (torch.zeros(4, 2, 4, 8, device=device) for _ in range(2))
     table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=device)
@@ -1337,6 +1465,31 @@ def test_decode_paged_gives_the_same_tokens(lab, device, lengths, n_new, page_si
         want, margin = tokens_by_hand(model, prompt, n_new)
         assert margin > 1e-2, "the test's own prompt is too close a call"
         assert row == want, f"prompt of {len(prompt)}: want {want}, got {row}"
+
+
+@step6
+@needs_triton
+def test_decode_paged_attends_for_all_sequences_at_once(lab, device, monkeypatch):
+    module = lab.decode_paged.__wrapped__.__globals__
+    attend, seen = module["paged_decode"], []
+
+    def watched(*args, **kwargs):
+        call = inspect.signature(attend).bind(*args, **kwargs).arguments
+        seen.append((len(call["q"]), call["k_pages"].shape[2], len(call["k_pages"])))
+        return attend(*args, **kwargs)
+
+    monkeypatch.setitem(module, "paged_decode", watched)
+    lengths, n_new, page_size = [1, 13], 2, 4
+    lab.decode_paged(lab.TinyModel(device=device), prompts_of(lengths, device), n_new, page_size)
+    pages = sum(-(-(length + n_new) // page_size) for length in lengths)
+    assert len(seen) == n_new, f"one call of paged_decode a token: want {n_new}, got {len(seen)}"
+    for sequences, slots, pool in seen:
+        assert sequences == 2, f"each call takes both sequences: got {sequences}"
+        assert slots == page_size, f"pages of {page_size} slots were asked for: got {slots}"
+        assert pool <= pages, (
+            f"each sequence gets pages for its own prompt and {n_new} tokens, {pages} in all: "
+            f"got a pool of {pool}"
+        )
 
 
 @step6

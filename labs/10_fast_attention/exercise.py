@@ -584,7 +584,10 @@ def shared_bytes(config, D, itemsize, arch) -> int:
 
 
 def register_estimate(config, D) -> int:
-    """Registers a thread needs at least: its share of acc, of s, and of p where it waits."""
+    """Registers of a thread: its share of acc, of s, of p where it waits, and 64 for the rest.
+
+    128x64 with 8 warps at D = 128: 64 + 32 + 64 = 160, and 192 late.
+    """
     # TODO step 4 (about 2 lines; handout section 5)
     raise NotImplementedError("lab 10 step 4: write register_estimate")
 
@@ -622,7 +625,12 @@ def _arch(device) -> int:
 
 
 def prune(configs, named_args, **kwargs):
-    """The autotuner's early_config_prune: of `configs` those that fit, or the default alone."""
+    """The autotuner's early_config_prune: of `configs` those that fit, or the default alone.
+
+    Args:
+        configs: list of triton.Config. named_args: the kernel's positional arguments by name, such
+            as "q_ptr". kwargs: the others, "D" among them.
+    """
     # TODO step 4 (about 4 lines; handout section 5)
     #   never empty: where nothing fits, the card's default
     raise NotImplementedError("lab 10 step 4: write prune")
@@ -767,7 +775,7 @@ if triton is not None:
     ):
         # TODO step 5 (about 32 lines; handout section 6)
         #   head and tile as in step 3; a descriptor each for q, k, v, of this head's rows only
-        #   q is loaded with a row number of its own: section 6, "the number that q is loaded with"
+        #   specialised, q has a row number of its own: see section 6
         #   specialised: one loop, masked if any tile needs it; late: as `_late`; else two loops
         tl.static_assert(False, "lab 10 step 5: write _tma_kernel")
 
@@ -852,7 +860,7 @@ if triton is not None:
         """Rows of x[n] to e4m3, each with a scale of its own; columns past `cols` become 0."""
         # TODO step 6 (about 18 lines; handout section 7)
         #   a first pass over the columns for each row's largest, a second that divides and stores
-        #   mind: a row of zeros; 448 times 1 + eps; columns that pad
+        #   mind: a scale of 0; 448 times 1 + eps; columns that pad
         tl.static_assert(False, "lab 10 step 6: write _quantise_kernel")
 
     @triton.jit

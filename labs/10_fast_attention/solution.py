@@ -638,7 +638,10 @@ def shared_bytes(config, D, itemsize, arch) -> int:
 
 
 def register_estimate(config, D) -> int:
-    """Registers a thread needs at least: its share of acc, of s, and of p where it waits."""
+    """Registers of a thread: its share of acc, of s, of p where it waits, and 64 for the rest.
+
+    128x64 with 8 warps at D = 128: 64 + 32 + 64 = 160, and 192 late.
+    """
     tile = config.block_m * (D + config.block_n * (2 if config.late else 1))
     return tile // (32 * config.num_warps) + 64
 
@@ -679,7 +682,12 @@ def _arch(device) -> int:
 
 
 def prune(configs, named_args, **kwargs):
-    """The autotuner's early_config_prune: of `configs` those that fit, or the default alone."""
+    """The autotuner's early_config_prune: of `configs` those that fit, or the default alone.
+
+    Args:
+        configs: list of triton.Config. named_args: the kernel's positional arguments by name, such
+            as "q_ptr". kwargs: the others, "D" among them.
+    """
     q, D = named_args["q_ptr"], kwargs["D"]
     arch = _arch(q.device)
     kept = [c for c in configs if fits(_config_of(c), D, q.element_size(), arch)]

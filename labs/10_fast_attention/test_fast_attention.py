@@ -576,6 +576,8 @@ def test_heads_per_group(lab):
     assert lab.heads_per_group(4096, 128, 2, 50 << 20) == 12  # 2 MiB a head, half of 50
     assert lab.heads_per_group(1 << 20, 128, 2, 50 << 20) == 1, "at least one"
     assert lab.heads_per_group(4096, 64, 2, 32 << 20) == 16
+    assert lab.heads_per_group(4096, 128, 1, 50 << 20) == 25, "one byte an element"
+    assert lab.heads_per_group(4096, 128, 2, 47 << 20) == 11, "whole heads only: 11.75"
 
 
 @step3
@@ -744,6 +746,9 @@ def test_shared_bytes_worked_examples(lab):
     assert lab.shared_bytes(eight._replace(num_stages=3), 128, 2, 90) == 131_072
     assert lab.shared_bytes(eight._replace(num_stages=3, late=True), 128, 2, 90) == 147_456
     assert lab.shared_bytes(eight, 64, 4, 90) == 2 * lab.shared_bytes(eight, 64, 2, 90)
+    few = lab.Config(32, 64, 4, 3)
+    assert lab.shared_bytes(few, 128, 2, 90) == 77_824, "below 64 rows no wgmma"
+    assert lab.shared_bytes(few._replace(num_stages=2), 64, 4, 86) == 49_152, "P is float32, too"
 
 
 @step4
@@ -765,7 +770,9 @@ def test_occupancy(lab):
 @step4
 def test_register_estimate(lab):
     small, wide = lab.Config(64, 64, 4, 2), lab.Config(128, 128, 4, 2)
-    assert 80 <= lab.register_estimate(small, 64) <= 160
+    assert lab.register_estimate(small, 64) == 128
+    assert lab.register_estimate(lab.Config(128, 64, 8, 3), 128) == 160, "64 + 32, and 64"
+    assert lab.register_estimate(lab.Config(128, 64, 8, 3, late=True), 128) == 192
     assert lab.register_estimate(wide, 128) > 255, "acc and s alone take 256"
     assert lab.register_estimate(small._replace(late=True), 64) > lab.register_estimate(small, 64)
     assert lab.register_estimate(wide._replace(num_warps=8), 128) < 255
@@ -786,6 +793,13 @@ def test_defaults_and_candidates_fit(lab, D, arch):
 
 
 @step4
+def test_fits_counts_registers_too(lab):
+    assert lab.fits(lab.Config(128, 128, 8, 2), 128, 2, 90)
+    for tile in ((128, 128, 4, 2), (128, 64, 4, 3)):
+        assert not lab.fits(lab.Config(*tile), 128, 2, 90), f"{tile}: 256 registers a thread"
+
+
+@step4
 def test_prune_leaves_what_the_card_can_launch(lab, device):
     q = torch.empty(1, 1, 1, 128, dtype=F16, device=device)
     arch = 86 if here.interpret else None
@@ -800,6 +814,10 @@ def test_prune_leaves_what_the_card_can_launch(lab, device):
     kept = lab.prune(configs, {"q_ptr": q.float()}, D=128)  # twice the bytes
     want = [c for c in lab.CANDIDATES if lab.fits(c, 128, 4, arch)]
     assert [lab._config_of(c) for c in kept] == (want or [lab.default_config(128, arch)])
+    for D in (64, 256):
+        kept = lab.prune(configs, {"q_ptr": q}, D=D)
+        want = [c for c in lab.CANDIDATES if lab.fits(c, D, 2, arch)]
+        assert [lab._config_of(c) for c in kept] == (want or [lab.default_config(D, arch)]), D
     huge = [lab._triton_config(lab.Config(256, 256, 8, 4))]
     kept = lab.prune(huge, {"q_ptr": q}, D=256)
     assert [lab._config_of(c) for c in kept] == [lab.default_config(256, arch)]

@@ -91,7 +91,7 @@ class Change:
 
 def named(options: dict) -> str:
     """Options as text: "block_m=64 num_warps=4"."""
-    return " ".join(f"{name}={value}" for name, value in options.items())
+    return " ".join(f"{name}={value}" for name, value in options.items() if value is not None)
 
 
 # What the compiler says -> what it means, for those used to the interpreter.
