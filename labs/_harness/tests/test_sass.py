@@ -78,7 +78,5 @@ def test_the_assembler_loses_what_lab_07_refuses(tmp_path):
     causal = lost.pop(("attention_dkdv", True))
     assert lost == dict.fromkeys(lost, [False])
     if not runtime.setup().triton_version.startswith(("3.6", "3.7")):
-        pytest.skip(
-            f"not the ptxas of Triton 3.6 and 3.7; it loses the operand: {causal}"
-        )
+        pytest.skip(f"not the ptxas of Triton 3.6 and 3.7; it loses the operand: {causal}")
     assert causal == [True]
