@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import statistics
 
 import torch
 
@@ -153,8 +152,7 @@ def check(ak, options, gpu) -> list[Check]:
     math_ = sdpa("SDPA MATH", BACKENDS["SDPA MATH"], causal=True)
     tiles = dict(causal=True, block_m=options.block_m, block_n=options.block_n)
     q, k, v = _qkv(1, 8, 64, torch.float16, gpu.device, 1024)
-    with math_.context():
-        want = math_.run(q, k, v)
+    want = math_(q, k, v)
     got, _ = ak.triton_flash_attention(q, k, v, **tiles)
     error = (got.float() - want.float()).abs().max().item()
     shape = "B=1 H=8 T=1024 D=64 float16 causal"
@@ -162,12 +160,13 @@ def check(ak, options, gpu) -> list[Check]:
         Check(f"max abs error against MATH, {shape}", f"{error:.2g}", "<= 1e-3", error <= 1e-3)
     ]
     q, k, v = _qkv(8, 16, 64, torch.bfloat16, gpu.device, 2048)
-    times: dict[str, list[float]] = {"yours": [], "math": []}
-    for _ in range(2):
-        times["yours"] += gpu.time(lambda: ak.triton_flash_attention(q, k, v, **tiles))
-        with math_.context():
-            times["math"] += gpu.time(lambda: math_.run(q, k, v))
-    yours, baseline = (statistics.median(times[name]) for name in ("yours", "math"))
+    ms = gpu.medians(
+        {
+            "yours": lambda: ak.triton_flash_attention(q, k, v, **tiles),
+            "math": lambda: math_(q, k, v),
+        }
+    )
+    yours, baseline = ms.values()
     error, budget = attention_error(
         (q, k, v), ak.triton_flash_attention(q, k, v, **tiles)[0], causal=True
     )

@@ -11,10 +11,9 @@ import math
 import statistics
 
 import torch
-import torch.nn.functional as F
 
 from labs._harness import oracle
-from labs._harness.bench import Check, Provider, Sweep, fit
+from labs._harness.bench import Check, Provider, Sweep, fit, sdpa
 from labs._harness.trace import Traced
 
 LENGTHS = [512, 1024, 2048, 4096, 8192]
@@ -113,7 +112,7 @@ def check(ab, options, gpu) -> list[Check]:
         figure = f"{flash:.3f}x ({rate:.0f} TFLOP/s; {ratios[D][-1]:.3f}x cuDNN)"
         found.append(Check(f"speed against FLASH, {where}", figure, ">= 1.4x", flash >= 1.4))
     for D, wanted in ((64, 0.90), (128, 0.80)):
-        mean = math.exp(statistics.fmean(map(math.log, ratios[D])))
+        mean = statistics.geometric_mean(ratios[D])
         what = f"geometric mean against cuDNN, D={D}"
         found.append(Check(what, f"{mean:.3f}x", f">= {wanted:.2f}x", mean >= wanted))
     error, budget = gradient_error(x, _autograd(ab, causal)(*x), causal)
@@ -129,10 +128,8 @@ def check(ab, options, gpu) -> list[Check]:
 # ---------------------------------------------------------------- trace and X-ray
 def traced(ab, options) -> list[Traced]:
     """What `python -m labs trace 07` can run: the given forward, and both walks of the backward."""
-    T, D, causal, M, N = (
-        *(options.T, options.head_dim, options.causal),
-        *(options.block_m, options.block_n),
-    )
+    T, D, causal = options.T, options.head_dim, options.causal
+    M, N = options.block_m, options.block_n
     tile, heads = {"block_m": M, "block_n": N}, {"heads": 1, "D": D, "e": 4, "causal": causal}
     generator = torch.Generator().manual_seed(7)
     dout = torch.randn(1, 1, T, D, generator=generator)
@@ -269,14 +266,7 @@ class Gradients(tuple):
 
 def _sdpa(name, causal) -> Provider:
     """SDPA's backward with one backend pinned for the forward, which decides the backward."""
-
-    def attention(q, k, v):
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        with sdpa_kernel(getattr(SDPBackend, BACKENDS[name])):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return Provider(name, _through_autograd(attention))
+    return Provider(name, _through_autograd(sdpa(name, BACKENDS[name], causal)))
 
 
 def _parts(ab, options, dtype) -> list[Provider]:

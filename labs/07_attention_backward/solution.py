@@ -76,6 +76,7 @@ def tiles(D, causal, dtype, device):
         "dkdv" and "dq" also with registers (see attention_dkdv) where that is faster.
     """
     width = D * dtype.itemsize // 2  # a float32 row takes the place of a half one twice as long
+    half = dtype.itemsize == 2
     wgmma = False  # Hopper and newer data-centre cards: large tiles, operands in shared memory
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -86,12 +87,11 @@ def tiles(D, causal, dtype, device):
         sizes = (rows, min(rows, 32), 4, 2)
         found = {"forward": sizes, "dkdv": sizes, "dq": sizes}
     elif width <= 64:
-        half = dtype.itemsize == 2
         dkdv = (64, 64, 4, 3, half and not causal)
         dq = (64, 64, 4, 3) if causal else (128, 64, 8, 3)
         found = {"forward": (64, 64, 4, 3), "dkdv": dkdv, "dq": dq}
     elif width <= 128:
-        dq = (128, 64, 8, 3, dtype.itemsize == 2)
+        dq = (128, 64, 8, 3, half)
         found = {"forward": (64, 64, 4, 3), "dkdv": (64, 64, 4, 2), "dq": dq}
     else:
         rows = 64 if width <= 256 else 32

@@ -878,28 +878,34 @@ def test_autograd_computes_what_is_asked_for(lab, device):
         )
 
 
-@step4
-def test_autograd_overlaps_only_behind_dkdv(lab, device, monkeypatch):
+def spied(lab, monkeypatch) -> list[tuple[str, dict]]:
+    """The calls of the two large launchers from now on, each with its arguments by name."""
     calls = []
     for name in ("attention_dkdv", "attention_dq"):
-        launcher = getattr(lab, name)
-        code = launcher.__wrapped__.__globals__
+        launcher = getattr(lab, name).__wrapped__
 
-        def noted(*args, launcher=launcher.__wrapped__, name=name, **kwargs):
-            calls.append((name, kwargs.get("overlap", False)))
+        def noted(*args, launcher=launcher, name=name, **kwargs):
+            calls.append((name, inspect.signature(launcher).bind(*args, **kwargs).arguments))
             return launcher(*args, **kwargs)
 
-        monkeypatch.setitem(code, name, noted)
+        monkeypatch.setitem(launcher.__globals__, name, noted)
+    return calls
+
+
+@step4
+def test_autograd_overlaps_only_behind_dkdv(lab, device, monkeypatch):
+    calls = spied(lab, monkeypatch)
     q, k, v, dout = problem(1, 1, 16, 16, device=device)
     for needed in ((0, 1, 2), (0,), (0, 2)):
         calls.clear()
         leaves = [x.detach().requires_grad_(i in needed) for i, x in enumerate((q, k, v))]
         out = lab.flash_attention(*leaves)
         torch.autograd.grad(out, [leaves[i] for i in needed], dout)
-        early = [i for i, (_, overlap) in enumerate(calls) if overlap]
+        early = [i for i, (_, given) in enumerate(calls) if given.get("overlap")]
         assert all(i > 0 and calls[i - 1][0] == "attention_dkdv" for i in early), (
             f"gradients of {', '.join('qkv'[i] for i in needed)}: overlap=True is for attention_dq "
-            f"right behind attention_dkdv, got the calls {calls}"
+            f"right behind attention_dkdv, got the calls {[name for name, _ in calls]}, with "
+            f"overlap=True number {early}, from 0"
         )
 
 
@@ -917,20 +923,12 @@ def test_autograd_does_not_run_the_forward_again(lab, device):
 def test_autograd_uses_the_sizes_of_each_kernel(lab, device, monkeypatch):
     plain = {"block_m": 16, "block_n": 16, "num_warps": 4, "num_stages": 2}
     sizes = {"forward": plain, "dkdv": plain | {"block_n": 32}, "dq": plain | {"block_m": 32}}
-    code, got = lab.attention_dq.__wrapped__.__globals__, {}
-    monkeypatch.setitem(code, "tiles", lambda *args: sizes)
-    for name in ("dkdv", "dq"):
-        launcher = getattr(lab, f"attention_{name}").__wrapped__
-
-        def noted(*args, launcher=launcher, name=name, **kwargs):
-            given = inspect.signature(launcher).bind(*args, **kwargs).arguments
-            got[name] = {what: given.get(what) for what in plain}
-            return launcher(*args, **kwargs)
-
-        monkeypatch.setitem(code, f"attention_{name}", noted)
+    monkeypatch.setitem(lab.attention_dq.__wrapped__.__globals__, "tiles", lambda *args: sizes)
+    calls = spied(lab, monkeypatch)
     leaves = [x.detach().requires_grad_() for x in problem(1, 1, 20, 16, device=device)[:3]]
     torch.autograd.grad(lab.flash_attention(*leaves).sum(), leaves)
-    want = {name: sizes[name] for name in got}
+    got = {name: {what: given.get(what) for what in plain} for name, given in calls}
+    want = {name: sizes[name.removeprefix("attention_")] for name in got}
     assert got == want, f"each kernel has its own entry of ctx.sizes: want {want}, got {got}"
 
 

@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from labs._harness.bench import Check, Provider, Sweep
+from labs._harness.bench import Check, Provider, Sweep, attention_error
 from labs._harness.trace import Traced
 
 WINDOW = 1024
@@ -42,7 +42,7 @@ def timed(av, options, gpu) -> list[Sweep]:
                 NO_WINDOW, lambda *qkv: av.attention(*qkv, **tiles)[0], kernel=True, checked=False
             ),
         ],
-        verify=functools.partial(attention_error, window=WINDOW),
+        verify=functools.partial(_error, window=WINDOW),
         unit="TFLOP/s",
         work=lambda T: 4 * B * H * D * pairs(T, WINDOW),
     )
@@ -61,7 +61,7 @@ def timed(av, options, gpu) -> list[Sweep]:
                 ),
             ),
         ],
-        verify=functools.partial(attention_error, window=None),
+        verify=_error,
         unit="TFLOP/s",
         work=lambda n: 4 * H * D * pairs(8192, None),
     )
@@ -113,7 +113,7 @@ def counted(av, options) -> list[Sweep]:
                 peak=peak,
             ),
         ],
-        verify=functools.partial(attention_error, window=W),
+        verify=functools.partial(_error, window=W),
     )
     lengths = functools.partial(_lengths, 16, 256)
     varlen = Sweep(
@@ -347,33 +347,12 @@ def _packed(lengths, H, kv_heads, D, dtype, device):
     return *packed, cu, *padded
 
 
-def attention_error(inputs, out, window) -> tuple[float, float]:
-    """(largest relative error of a sampled row, budget), against float64.
-
-    Up to 4 heads and 32 query rows are compared: the first two, the last, and random ones.
-    """
-    q, k, v = inputs
-    B, H, T, D = q.shape
-    budget = 8 * max(torch.finfo(q.dtype).eps, 2**-16)
-    if not isinstance(out, torch.Tensor) or out.shape != q.shape:
-        return math.inf, budget
-    pick = torch.Generator().manual_seed(T)
-    some = torch.randint(0, T, (29,), generator=pick)
-    rows = torch.cat([torch.tensor([0, min(1, T - 1), T - 1]), some]).unique().to(q.device)
-    heads = {0, B * H - 1, *torch.randint(0, B * H, (2,), generator=pick).tolist()}
-    behind = rows[:, None] - torch.arange(T, device=q.device)[None, :]
-    hidden = (behind < 0) | (behind >= (window or T))
-    errors = []
-    for b, h in (divmod(head, H) for head in heads):
-        g = h // (H // k.shape[1])
-        s = q[b, h, rows].double() @ k[b, g].double().T / math.sqrt(D)
-        want = s.masked_fill(hidden, float("-inf")).softmax(dim=-1) @ v[b, g].double()
-        errors.append((out[b, h, rows].double() - want).norm(dim=-1) / want.norm(dim=-1))
-    return torch.cat(errors).max().item(), budget
+# The kernels multiply float32 as float32, so no budget for TF32.
+_error = functools.partial(attention_error, tf32=False)
 
 
 def packed_error(inputs, out) -> tuple[float, float]:
-    """As attention_error, the worst of up to four sequences; `out` is packed or padded."""
+    """As `_error`, the worst of up to four sequences; `out` is packed or padded."""
     q, k, v, cu = inputs[:4]
     starts = cu.tolist()
     found = []
@@ -381,5 +360,5 @@ def packed_error(inputs, out) -> tuple[float, float]:
         a, b = starts[n], starts[n + 1]
         one = tuple(x[a:b].transpose(0, 1)[None] for x in (q, k, v))
         part = out[a:b].transpose(0, 1) if out.dim() == 3 else out[n, :, : b - a]
-        found.append(attention_error(one, part[None], None))
+        found.append(_error(one, part[None]))
     return max(found)

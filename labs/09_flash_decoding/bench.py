@@ -6,7 +6,6 @@ key head.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import statistics
@@ -14,7 +13,7 @@ import statistics
 import torch
 import torch.nn.functional as F
 
-from labs._harness.bench import Check, Provider, Sweep, fit
+from labs._harness.bench import Check, Provider, Sweep, fit, sdpa
 from labs._harness.trace import Traced
 
 LENGTHS = [1024, 4096, 16384, 32768, 131072]
@@ -48,7 +47,7 @@ def timed(fd, options, gpu) -> list[Sweep]:
         axis="S",
         sizes=lengths,
         inputs=functools.partial(_inputs, B, H, H_kv, D, dtype, gpu.device),
-        providers=[*_yours(fd), *map(_sdpa, BACKENDS)],
+        providers=[*_yours(fd), *(sdpa(name, BACKENDS[name], causal=False) for name in BACKENDS)],
         verify=decode_error,
         unit="TB/s",
         work=lambda S: 2 * B * H_kv * S * D * dtype.itemsize,
@@ -93,7 +92,7 @@ def check(fd, options, gpu) -> list[Check]:
     for (B, H, H_kv, S, D), of_copy, of_cudnn in BARS:
         inputs = [_inputs(B, H, H_kv, D, torch.bfloat16, gpu.device, S) for _ in range(CACHES)]
         shape = f"B={B} H={H} H_kv={H_kv} S={S} D={D}"
-        cudnn = _sdpa("SDPA cuDNN")
+        cudnn = sdpa("SDPA cuDNN", BACKENDS["SDPA cuDNN"], causal=False)
         with cudnn.context():
             vendor = _graph_us(cudnn.run, inputs)
         us = _graph_us(lambda q, k, v, *pages: fd.flash_decode(q, k, v)[0], inputs)
@@ -268,23 +267,6 @@ def _yours(fd) -> list[Provider]:
         Provider(PAGED, paged, yours=True, kernel=True, config=f"pages of {PAGE}"),
         Provider(UNSPLIT, functools.partial(_decode, fd, 1), yours=True, kernel=True),
     ]
-
-
-def _sdpa(name) -> Provider:
-    """SDPA with one backend pinned."""
-
-    @contextlib.contextmanager
-    def context():
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        with sdpa_kernel(getattr(SDPBackend, BACKENDS[name])):
-            yield
-
-    def run(q, k, v, *pages):
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
-
-    return Provider(name, run, context=context)
 
 
 def _naive(q, k, v, *pages):

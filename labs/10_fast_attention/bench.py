@@ -276,13 +276,14 @@ def check(fa, options, gpu) -> list[Check]:
         if FP8 in ms:
             fp8.append(best / ms[FP8])
     flash = ratios[64, "SDPA FLASH"] + ratios[128, "SDPA FLASH"]
-    _bar(found, "best plain version / SDPA FLASH, geometric mean", _geomean(flash), 1.40)
+    mean = statistics.geometric_mean
+    _bar(found, "best plain version / SDPA FLASH, geometric mean", mean(flash), 1.40)
     _bar(found, "the same, worst cell", min(flash), 1.20)
     for D, wanted in ((64, 0.92), (128, 0.80)):
         what = f"best plain version / SDPA cuDNN, D={D}, geometric mean"
-        _bar(found, what, _geomean(ratios[D, "SDPA cuDNN"]), wanted)
+        _bar(found, what, mean(ratios[D, "SDPA cuDNN"]), wanted)
     if fp8:
-        _bar(found, "e4m3 / bfloat16, D=128, geometric mean", _geomean(fp8), 1.25)
+        _bar(found, "e4m3 / bfloat16, D=128, geometric mean", mean(fp8), 1.25)
         found.append(_outliers(fa, gpu))
     start = time.monotonic()
     q, k, v = _qkv(lambda T: 1, 32, 64, torch.float16, gpu.device, 4096)
@@ -295,10 +296,6 @@ def check(fa, options, gpu) -> list[Check]:
 
 def _bar(found, what, got, wanted):
     found.append(Check(what, f"{got:.3f}x", f">= {wanted:.2f}x", got >= wanted))
-
-
-def _geomean(values) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 def _outliers(fa, gpu) -> Check:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import statistics
 from pathlib import Path
 
@@ -203,7 +202,7 @@ def check(ws, options, gpu) -> list[Check]:
     for D, causal in CELLS:
         for T in LENGTHS:
             found += _check_cell(ws, gpu, D, causal, T, ratios_from)
-    geomean = math.exp(statistics.fmean(map(math.log, ratios_from)))
+    geomean = statistics.geometric_mean(ratios_from)
     what = f"geometric mean of the speed against cuDNN, T >= {GEOMEAN_FROM}"
     ok = geomean >= GEOMEAN_BAR
     return [*found, Check(what, f"{geomean:.3f}x", f">= {GEOMEAN_BAR}x", ok)]

@@ -170,42 +170,54 @@ class ContextLost(RuntimeError):
 
 # ---------------------------------------------------------------- what attention labs share
 def sdpa(name: str, backend: str, causal: bool) -> Provider:
-    """SDPA with one backend pinned; is_causal, because a mask would send it to a slower path."""
+    """SDPA with one backend pinned; is_causal, because a mask would send it to a slower path.
+
+    Runs on q, k and v, grouped or not, and leaves inputs behind them alone.
+    """
 
     def context():
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         return sdpa_kernel(getattr(SDPBackend, backend))
 
-    def run(q, k, v):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    def run(q, k, v, *_):
+        grouped = q.shape[1] != k.shape[1]
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=grouped
+        )
 
     return Provider(name, run, context=context)
 
 
-def attention_error(inputs, out, causal) -> tuple[float, float]:
+def attention_error(inputs, out, causal=True, window=None, tf32=True) -> tuple[float, float]:
     """(largest relative error of a sampled row, budget), against float64.
 
     Up to 4 heads and 32 query rows are compared: the first two, the last, and random ones.
     The error is |out - want| / |want| over the row; the budget 8 ulp of the dtype (of TF32 at
-    least, which a GPU may use for float32; of 16 bits on a CPU).
+    least, which a GPU may use for float32; of 16 bits on a CPU and without `tf32`).
+
+    Args:
+        inputs: q, k, v of one length; k and v may have fewer heads, each for a group of q's.
+        window: keys that a query sees, itself the last; needs causal.
     """
     q, k, v = inputs
     B, H, T, D = q.shape
-    budget = 8 * max(torch.finfo(q.dtype).eps, 2**-10 if q.is_cuda else 2**-16)
+    budget = 8 * max(torch.finfo(q.dtype).eps, 2**-10 if q.is_cuda and tf32 else 2**-16)
     if not isinstance(out, torch.Tensor) or out.shape != q.shape:
         return math.inf, budget
     pick = torch.Generator().manual_seed(T)
     random_rows = torch.randint(0, T, (29,), generator=pick)
     rows = torch.cat([torch.tensor([0, min(1, T - 1), T - 1]), random_rows]).unique().to(q.device)
     heads = {0, B * H - 1, *torch.randint(0, B * H, (2,), generator=pick).tolist()}
-    future = torch.arange(T, device=q.device)[None, :] > rows[:, None]
+    behind = rows[:, None] - torch.arange(T, device=q.device)[None, :]
+    hidden = (behind < 0) | (behind >= (window or T))
     errors = []
     for b, h in (divmod(head, H) for head in heads):
-        s = q[b, h, rows].double() @ k[b, h].double().T / math.sqrt(D)
+        g = h // (H // k.shape[1])
+        s = q[b, h, rows].double() @ k[b, g].double().T / math.sqrt(D)
         if causal:
-            s = s.masked_fill(future, float("-inf"))
-        want = s.softmax(dim=-1) @ v[b, h].double()
+            s = s.masked_fill(hidden, float("-inf"))
+        want = s.softmax(dim=-1) @ v[b, g].double()
         errors.append((out[b, h, rows].double() - want).norm(dim=-1) / want.norm(dim=-1))
     return torch.cat(errors).max().item(), budget
 

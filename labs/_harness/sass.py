@@ -1,7 +1,7 @@
 """Reads the assembler's output for a mistake that nothing else shows: an operand that a loop loses.
 
 On Hopper a wgmma may take its left operand from registers. One that does not change is made before
-the loop, and its registers must then be left alone in it. ptxas 12.8 (Triton 3.6 and 3.7) gives
+the loop, and its registers must then be left alone in it. ptxas 12.8 (Triton 3.4 to 3.7) gives
 them to other values where the loop holds a branch; from the second turn on the product is of
 something else. Neither Triton nor ptxas says a word.
 """
@@ -12,7 +12,7 @@ import re
 
 _INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?(.*?)\s*;")
 _BRANCH = re.compile(r"BRA\b.*?(0x[0-9a-f]+)")
-_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\S* R\d+, R(\d+),")  # left operand in 4 registers
+_PRODUCT = re.compile(r"HGMMA\.64x\d+x\S* R\d+, R(\d+),")  # left operand in 4 registers
 _RESULT = re.compile(r"(\S+) (?:U?P\w+, )?R(\d+)\b")
 # Instructions whose first register is read, not written.
 _READERS = tuple("ST RED BRA BAR DEPBAR LDGSTS LDGDEPBAR SYNCS UTMA WARPGROUP".split())
@@ -41,7 +41,7 @@ def lost_operands(text: str) -> list[str]:
                 written.setdefault(register, n)
         for n, code in enumerate(loop):
             product = _PRODUCT.match(code)
-            operand = range(int(product[2]), int(product[2]) + 4) if product else ()
+            operand = range(int(product[1]), int(product[1]) + 4) if product else ()
             if any(written.get(register, -1) >= n for register in operand) and code not in lost:
                 lost.append(code)
     return lost
