@@ -99,18 +99,16 @@ def _configurations(ws, D, causal) -> list[Provider]:
     Half of them compile to the kernel of another: whether it is persistent is a matter of the grid.
     """
     found = []
-    for consumers, block_n in itertools.product((2, 3), (64, 128)):
-        if (D, consumers, block_n) == (128, 3, 128):
-            continue  # 160 registers do not hold its tiles
+    for block_n in (64, 128):
         fits = [
             stages
             for stages in (2, 3, 4)
-            if shared_memory(D, consumers, block_n, stages) <= gluon_emulator.SHARED_LIMIT
+            if shared_memory(D, block_n, stages) <= gluon_emulator.SHARED_LIMIT
         ]
-        flags = itertools.product((True, False), (False, True) if D == 64 else (False,))
+        flags = itertools.product((True, False), (False, True))
         for stages, (ping_pong, fused) in itertools.product(fits[-2:], list(flags)):
             for persistent in (True, False):
-                config = ws.Config(consumers, block_n, stages, ping_pong, persistent, fused)
+                config = ws.Config(block_n, stages, ping_pong, persistent, fused)
                 run = functools.partial(_persistent, ws, causal, config)
                 text = described(config)
                 found.append(Provider(BEST, run, yours=True, kernel=True, config=text))
@@ -119,7 +117,7 @@ def _configurations(ws, D, causal) -> list[Provider]:
 
 def described(config) -> str:
     """A configuration in a few letters: 128x64 s3 ping-pong persistent."""
-    words = f"{64 * config.consumers}x{config.block_n} s{config.stages}"
+    words = f"128x{config.block_n} s{config.stages}"
     for name in ("ping_pong", "persistent", "fused"):
         words += f" {name.replace('_', '-')}" if getattr(config, name) else ""
     return words
@@ -129,10 +127,10 @@ def _persistent(ws, causal, config, q, k, v):
     return ws.attention_persistent(q, k, v, causal, None, config)[0]
 
 
-def shared_memory(D, consumers, block_n, stages) -> int:
-    """Bytes of shared memory of a program of step 5: Q and O, K and V, barriers."""
-    barriers = 8 * (2 * consumers + 4 * stages + consumers)
-    return 2 * D * (2 * 64 * consumers + 2 * block_n * stages) + barriers + 256
+def shared_memory(D, block_n, stages) -> int:
+    """Bytes of shared memory of a program of step 5: Q twice and O, K and V, barriers."""
+    barriers = 8 * (2 * 4 + 4 * stages + 2)
+    return 2 * D * (6 * 64 + 2 * block_n * stages) + barriers + 256
 
 
 def closing(ws, options, report, rows, folder: Path):
@@ -233,7 +231,6 @@ def _check_cell(ws, gpu, D, causal, T, ratios_from) -> list[Check]:
 # ---------------------------------------------------------------- X-ray
 ARCHS = ("sm_90",)
 GRID = {
-    "consumers": (2, 3),
     "block_n": (64, 128),
     "num_stages": (2, 3, 4),
 }
@@ -244,7 +241,6 @@ def launches(
     block_n=None,
     num_stages=None,
     head_dim=128,
-    consumers=None,
     ping_pong=True,
     fused=None,
     dtype="bfloat16",
@@ -259,7 +255,7 @@ def launches(
 
     def best():
         config = ws.best_config(head_dim, causal, 4096)
-        given = dict(block_n=block_n, stages=num_stages, consumers=consumers, fused=fused)
+        given = dict(block_n=block_n, stages=num_stages, fused=fused)
         given["ping_pong"] = ping_pong
         config = config._replace(**{k: v for k, v in given.items() if v is not None})
         ws.attention_persistent(q, q, q, causal, None, config)

@@ -223,6 +223,12 @@ if gluon is not None:
         gl.static_assert(False, "lab 11 step 3: write _ring")
 
     @gluon.jit
+    def _place(i, STAGES: gl.constexpr):
+        """(stage of tile i, how many tiles used that stage before)."""
+        i = gl.to_tensor(i).to(gl.uint32)  # to divide signed numbers takes more instructions
+        return (i % STAGES).to(gl.int32), (i // STAGES).to(gl.int32)
+
+    @gluon.jit
     def _fill(desc, ring, b, h, row, i, STAGES: gl.constexpr):
         # TODO step 3, next part (about 5 lines)
         #   the producer's side of tile i: wait until its stage is empty, expect, load at b, h, row
@@ -232,7 +238,8 @@ if gluon is not None:
     @gluon.jit
     def _view(ring, i, HEIGHT: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
         tiles, full, empty = ring
-        return tiles.index(i % STAGES).reshape([HEIGHT, D])  # (HEIGHT, D)
+        stage, uses = _place(i, STAGES)
+        return tiles.index(stage).reshape([HEIGHT, D])  # (HEIGHT, D)
 
     @gluon.jit
     def _take(ring, i, HEIGHT: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
@@ -382,6 +389,31 @@ def attention_producer_consumer(q, k, v, scale=None, stages=2):
 if gluon is not None:
 
     @gluon.jit
+    def _pack(weights, DTYPE: gl.constexpr):
+        """Pairs of neighbours, rounded to half precision, as 32-bit words: (ROWS, BLOCK_N / 2)."""
+        if DTYPE == gl.bfloat16:
+            CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"  # the first goes below
+        else:
+            CONVERT: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        first, second = gl.split(weights.reshape([ROWS, weights.shape[1] // 2, 2]))
+        return gl.inline_asm_elementwise(CONVERT, "=r,r,r", [first, second], gl.int32, True, 1)
+
+    @gluon.jit
+    def _unpack(p, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
+        """_pack's words as the left operand of a product: (ROWS, BLOCK_N)."""
+        SPLIT: gl.constexpr = "mov.b32 {$0, $1}, $2;"
+        KINDS: gl.constexpr = (gl.int16, gl.int16)
+        halves = gl.inline_asm_elementwise(SPLIT, "=h,=h,r", [p], KINDS, True, 1)
+        pairs = gl.join(halves[0], halves[1])  # (ROWS, BLOCK_N / 2, 2)
+        bits = pairs.reshape([ROWS, p.shape[1] * 2])  # (ROWS, BLOCK_N)
+        return gl.convert_layout(bits.to(DTYPE, bitcast=True), P_LAYOUT)
+
+    @gluon.jit
+    def _parts(weights):
+        """Sums of each row in four parts, one for each lane that holds some of it: (ROWS, 4)."""
+        return gl.sum(gl.sum(weights.reshape([ROWS, weights.shape[1] // 8, 4, 2]), 3), 1)
+
+    @gluon.jit
     def _bounds(m, T, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
         # TODO step 4 (about 7 lines; handout section 5)
         #   (key blocks that need no mask, key blocks to visit) of query tile m
@@ -389,14 +421,16 @@ if gluon is not None:
 
     @gluon.jit
     def _mask(s, rows, start_n, T, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-        # TODO step 4, next part (about 6 lines)
+        # TODO step 4, next part (about 7 lines)
         #   -inf where row i must not see column start_n + j: causal, else beyond T
+        #   causal: take start_n from the rows, so that columns are constants (handout: why)
         gl.static_assert(False, "lab 11 step 4: write _mask")
 
     @gluon.jit
     def _softmax(s, m_i, l_i, scales, FUSED: gl.constexpr):
-        # TODO step 4, next part (about 12 lines)
+        # TODO step 4, next part (about 13 lines)
         #   (p, new maximum, new l_i, alpha) of one block; m_i and s are not scaled yet
+        #   l_i is (ROWS, 4), as _parts (given) gives it: alpha changes layout to meet it
         #   scales = (scale * log2(e), the power of two below it); FUSED may wait for step 5
         gl.static_assert(False, "lab 11 step 4: write _softmax")
 
@@ -441,7 +475,8 @@ if gluon is not None:
         # TODO step 4, next part (about 20 lines)
         #   start Q @ K of block i and P @ V of block i - 1; wait for the first, then the softmax
         #   wait for the next step's V *before* the wait for P @ V: the handout says why
-        #   then give V back, rescale acc, and turn the weights into the next step's p
+        #   then give V back, rescale acc, and turn the weights into the next step's p: p goes
+        #   from step to step packed (see _pack and _unpack, given)
         gl.static_assert(False, "lab 11 step 4: write _step")
 
     @gluon.jit
@@ -459,6 +494,7 @@ if gluon is not None:
     ):
         # TODO step 4, next part (about 12 lines)
         #   as in step 3, in the order of use: K one block ahead of V
+        #   Q's ring has 2 * CONSUMERS stages (see _shared): this tile's and the next one's
         #   tile i of a ring is counted from the program's start: `first` K and V came before
         gl.static_assert(False, "lab 11 step 4: write _produce_tile")
 
@@ -482,14 +518,15 @@ if gluon is not None:
         WG: gl.constexpr,
     ):
         # TODO step 4, next part (about 45 lines)
-        #   block 0 alone; a loop without mask, a loop with it; the last P @ V; _write
+        #   l_i begins as _parts of zeros. Block 0 alone; a loop without mask, a loop with it;
+        #   the last P @ V; the four parts of l_i added up, in the layout of m_i; _write
         #   Q is given back when its last product has ended; returns the number of blocks
         gl.static_assert(False, "lab 11 step 4: write _consume_tile")
 
     @gluon.jit
     def _shared(q_desc, k_desc, v_desc, out_desc, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
         rings = (
-            _ring(q_desc, CONSUMERS, 1),
+            _ring(q_desc, 2 * CONSUMERS, 1),  # this tile's, and the next one's
             _ring(k_desc, STAGES, CONSUMERS),
             _ring(v_desc, STAGES, CONSUMERS),
         )
@@ -585,7 +622,7 @@ def attention_overlap(q, k, v, causal=False, scale=None, block_n=128, stages=2, 
         ValueError: the above does not hold. RuntimeError: neither a Hopper card nor the emulator.
     """
     q, k, v, out, lse, scale = _check_attention(q, k, v, causal, scale)
-    _check_tiles(2, block_n, stages)
+    _check_tiles(block_n, stages)
     B, H, T, D = q.shape
     with torch.cuda.device_of(q):
         _attention_overlap_kernel[(-(-T // 128) * B * H,)](
@@ -605,10 +642,10 @@ def attention_overlap(q, k, v, causal=False, scale=None, block_n=128, stages=2, 
     return out, lse
 
 
-def _check_tiles(consumers, block_n, stages):
-    if consumers not in (2, 3) or block_n not in (64, 128) or stages not in (2, 3, 4, 5, 6):
-        got = f"consumers={consumers!r}, block_n={block_n!r}, stages={stages!r}"
-        raise ValueError(f"consumers must be 2 or 3, block_n 64 or 128, stages 2 to 6: got {got}")
+def _check_tiles(block_n, stages):
+    if block_n not in (64, 128) or stages not in (2, 3, 4, 5, 6):
+        got = f"block_n={block_n!r}, stages={stages!r}"
+        raise ValueError(f"block_n must be 64 or 128, stages 2 to 6: got {got}")
 
 
 # ---------------------------------------------------------------- step 5
@@ -616,7 +653,6 @@ class Config(NamedTuple):
     """How hopper_attention is launched.
 
     Attributes:
-        consumers: warpgroups that compute, each 64 rows: 2 or 3.
         block_n: keys of a tile, 64 or 128.
         stages: tiles of K, and of V, in shared memory at a time, from 2 up.
         ping_pong: whether the consumers take turns at starting their products.
@@ -624,7 +660,6 @@ class Config(NamedTuple):
         fused: one multiply-add for each score in place of a subtraction and a multiplication.
     """
 
-    consumers: int = 2
     block_n: int = 128
     stages: int = 2
     ping_pong: bool = True
@@ -635,11 +670,10 @@ class Config(NamedTuple):
 def best_config(D, causal, T) -> Config:
     """The configuration that hopper_attention takes for these sizes."""
     # Measured on an H200 (torch 2.11, triton 3.6), `python -m labs bench 11 --tune`.
-    if D == 128:
-        narrow = causal and T <= 1024  # of short rows more is diagonal: smaller tiles waste less
-        return Config(2, 64, 3, fused=True) if narrow else Config(2, 128, 2, fused=True)
-    # Three consumers are 2 to 4% faster for long rows, but spill where fused.
-    return Config(consumers=2, block_n=128, stages=4, fused=True)
+    if D == 64 and causal and T <= 512:  # much of short rows is diagonal: small tiles waste less
+        return Config(64, 4, fused=True)
+    # Long rows keep the consumers out of step without being told.
+    return Config(128, 4 if D == 64 else 2, ping_pong=T < 2048, fused=True)
 
 
 def schedule(n_m, n_heads, programs, group, lengths):
@@ -731,7 +765,6 @@ if gluon is not None:
         qk_step,
         D: gl.constexpr,
         BLOCK_N: gl.constexpr,
-        CONSUMERS: gl.constexpr,
         STAGES: gl.constexpr,
         S_LAYOUT: gl.constexpr,
         O_LAYOUT: gl.constexpr,
@@ -740,7 +773,7 @@ if gluon is not None:
         FUSED: gl.constexpr,
     ):
         # TODO step 5, next part (about 20 lines)
-        #   _shared (given), then warp_specialize with 2 or 3 consumers
+        #   _shared (given), then warp_specialize with two consumers
         gl.static_assert(False, "lab 11 step 5: write _attention_persistent_kernel")
 
 
@@ -774,9 +807,9 @@ def attention_persistent(q, k, v, causal=False, scale=None, config=None):
     q, k, v, out, lse, scale = _check_attention(q, k, v, causal, scale)
     B, H, T, D = q.shape
     config = best_config(D, causal, T) if config is None else config
-    consumers, block_n, stages, ping_pong, persistent, fused = config
-    _check_tiles(consumers, block_n, stages)
-    causal, block_m = bool(causal), 64 * consumers
+    block_n, stages, ping_pong, persistent, fused = config
+    _check_tiles(block_n, stages)
+    causal, block_m = bool(causal), 128
     n_m = -(-T // block_m)
     programs = n_m * B * H
     if persistent:
@@ -797,7 +830,6 @@ def attention_persistent(q, k, v, causal=False, scale=None, config=None):
             n_m,
             scale,
             qk_step,
-            CONSUMERS=consumers,
             STAGES=stages,
             CAUSAL=causal,
             PING_PONG=bool(ping_pong),

@@ -266,7 +266,7 @@ STEP_3 = [
         FILL,
         "test_producer_consumer",
         "the producer waits for a tile to be given back that nobody had (handout section 4)",
-        ("((i // STAGES) & 1) ^ 1)", "(i // STAGES) & 1)"),
+        ("(uses & 1) ^ 1)", "uses & 1)"),
     ),
     bug(
         "fill-does-not-wait",
@@ -274,7 +274,7 @@ STEP_3 = [
         FILL,
         "test_producer_consumer_stages",
         "tiles are overwritten while they are read (handout section 4)",
-        ("        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)\n", ""),
+        ("        mbarrier.wait(empty.index(stage), (uses & 1) ^ 1)\n", ""),
     ),
     bug(
         "fill-phase-of-tile",
@@ -282,7 +282,7 @@ STEP_3 = [
         FILL,
         "test_producer_consumer_stages",
         "the phase is that of the tile's number, not of its round (handout section 4)",
-        ("((i // STAGES) & 1) ^ 1)", "(i & 1) ^ 1)"),
+        ("(uses & 1) ^ 1)", "(i & 1) ^ 1)"),
     ),
     bug(
         "take-phase-of-tile",
@@ -290,7 +290,7 @@ STEP_3 = [
         TAKE,
         "test_producer_consumer_stages",
         "the consumer's phase is that of the tile's number (handout section 4)",
-        ("(i // STAGES) & 1)", "i & 1)"),
+        ("uses & 1)", "i & 1)"),
     ),
     bug(
         "take-does-not-wait",
@@ -298,7 +298,7 @@ STEP_3 = [
         TAKE,
         "test_producer_consumer",
         "tiles are used before they have arrived (handout section 4)",
-        ("        mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)\n", ""),
+        ("        mbarrier.wait(full.index(stage), uses & 1)\n", ""),
     ),
     bug(
         "give-back-to-full",
@@ -482,7 +482,7 @@ STEP_4 = [
         MASK,
         "test_overlap",
         "columns are counted from the block's start",
-        ("cols = start_n + gl.arange", "cols = 0 * start_n + gl.arange"),
+        ("last = rows - start_n", "last = rows"),
     ),
     bug(
         "mask-strict",
@@ -490,7 +490,7 @@ STEP_4 = [
         MASK,
         "test_overlap",
         "a query does not see its own key, and the first row sees none",
-        ("cols[None, :] <= rows[:, None]", "cols[None, :] < rows[:, None]"),
+        ("cols[None, :] <= last[:, None]", "cols[None, :] < last[:, None]"),
     ),
     bug(
         "mask-finite",
@@ -499,9 +499,49 @@ STEP_4 = [
         "test_overlap_huge_equal_scores",
         "a finite number stands for -inf, and real scores lie below it",
         (
-            'gl.where(cols[None, :] <= rows[:, None], s, float("-inf"))',
-            "gl.where(cols[None, :] <= rows[:, None], s, -1.0e6)",
+            'gl.where(cols[None, :] <= last[:, None], s, float("-inf"))',
+            "gl.where(cols[None, :] <= last[:, None], s, -1.0e6)",
         ),
+    ),
+    bug(
+        "mask-of-the-end",
+        4,
+        MASK,
+        "test_overlap_ragged_lengths",
+        "where the sequence ends is counted from the block's start",
+        ("start_n + cols[None, :] < T", "cols[None, :] < T"),
+    ),
+    bug(
+        "sum-not-rescaled",
+        4,
+        SOFTMAX,
+        "test_overlap_score_ranges",
+        "the parts of the sum keep the scale of an older maximum",
+        ("l_i * l_alpha[:, None] + _parts(p)", "l_i + _parts(p)"),
+    ),
+    bug(
+        "sum-of-one-part",
+        4,
+        CONSUME_TILE,
+        "test_overlap",
+        "the four parts of a row's sum are not added up, one of them is taken for all",
+        ("gl.sum(l_i, 1)", "gl.max(l_i, 1)"),
+    ),
+    bug(
+        "pairs-swapped",
+        4,
+        "_pack",
+        "test_overlap",
+        "the weights of neighbouring keys change places",
+        ("[first, second]", "[second, first]"),
+    ),
+    bug(
+        "packed-as-the-other-dtype",
+        4,
+        "_pack",
+        "test_overlap",
+        "weights are rounded to bfloat16 and read as float16",
+        ("if DTYPE == gl.bfloat16:", "if DTYPE == DTYPE:"),
     ),
     bug(
         "first-block-not-masked",
@@ -593,7 +633,10 @@ STEP_4 = [
         CONSUME_TILE,
         "test_overlap",
         "the last block's weights never meet their values",
-        ("        acc = warpgroup_mma(p, v, acc, is_async=True)\n", "        acc = acc * 1.0\n"),
+        (
+            "        acc = warpgroup_mma(_unpack(p, v.dtype, P_LAYOUT), v, acc, is_async=True)\n",
+            "        acc = acc * 1.0\n",
+        ),
     ),
     bug(
         "q-of-other-consumer",
@@ -666,7 +709,7 @@ STEP_5 = [
         CONSUME_TILE,
         "test_hopper_attention_many_tiles_a_program",
         "the producer waits for Q's place in the second tile (handout section 6)",
-        ("        _give_back(q_ring, turn * CONSUMERS + WG, CONSUMERS)\n", ""),
+        ("        _give_back(q_ring, turn * CONSUMERS + WG, 2 * CONSUMERS)\n", ""),
     ),
     bug(
         "q-given-back-early",
@@ -674,11 +717,11 @@ STEP_5 = [
         CONSUME_TILE,
         "test_hopper_attention_many_tiles_a_program",
         "Q is given back after its first product (handout section 6)",
-        ("        _give_back(q_ring, turn * CONSUMERS + WG, CONSUMERS)\n", ""),
+        ("        _give_back(q_ring, turn * CONSUMERS + WG, 2 * CONSUMERS)\n", ""),
         (
             "        _give_back(k_ring, first, STAGES)\n",
             "        _give_back(k_ring, first, STAGES)\n"
-            "        _give_back(q_ring, turn * CONSUMERS + WG, CONSUMERS)\n",
+            "        _give_back(q_ring, turn * CONSUMERS + WG, 2 * CONSUMERS)\n",
         ),
     ),
     bug(

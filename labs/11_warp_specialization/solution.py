@@ -253,29 +253,38 @@ if gluon is not None:
         return tiles, full, empty
 
     @gluon.jit
+    def _place(i, STAGES: gl.constexpr):
+        """(stage of tile i, how many tiles used that stage before)."""
+        i = gl.to_tensor(i).to(gl.uint32)  # to divide signed numbers takes more instructions
+        return (i % STAGES).to(gl.int32), (i // STAGES).to(gl.int32)
+
+    @gluon.jit
     def _fill(desc, ring, b, h, row, i, STAGES: gl.constexpr):
         tiles, full, empty = ring
-        stage = i % STAGES
+        stage, uses = _place(i, STAGES)
         # The first round finds all stages empty: a new barrier lets the parity before its own pass.
-        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.wait(empty.index(stage), (uses & 1) ^ 1)
         mbarrier.expect(full.index(stage), desc.block_type.nbytes)
         async_load(desc, [b, h, row, 0], full.index(stage), tiles.index(stage))
 
     @gluon.jit
     def _view(ring, i, HEIGHT: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
         tiles, full, empty = ring
-        return tiles.index(i % STAGES).reshape([HEIGHT, D])  # (HEIGHT, D)
+        stage, uses = _place(i, STAGES)
+        return tiles.index(stage).reshape([HEIGHT, D])  # (HEIGHT, D)
 
     @gluon.jit
     def _take(ring, i, HEIGHT: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
         tiles, full, empty = ring
-        mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+        stage, uses = _place(i, STAGES)
+        mbarrier.wait(full.index(stage), uses & 1)
         return _view(ring, i, HEIGHT, D, STAGES)  # (HEIGHT, D)
 
     @gluon.jit
     def _give_back(ring, i, STAGES: gl.constexpr):
         tiles, full, empty = ring
-        mbarrier.arrive(empty.index(i % STAGES), count=1)
+        stage, uses = _place(i, STAGES)
+        mbarrier.arrive(empty.index(stage), count=1)
 
     @gluon.jit
     def _write(out_desc, lse_ptr, o_s, b, h, row, H, T, scale, acc, m_i, l_i, D: gl.constexpr):
@@ -464,6 +473,31 @@ def attention_producer_consumer(q, k, v, scale=None, stages=2):
 if gluon is not None:
 
     @gluon.jit
+    def _pack(weights, DTYPE: gl.constexpr):
+        """Pairs of neighbours, rounded to half precision, as 32-bit words: (ROWS, BLOCK_N / 2)."""
+        if DTYPE == gl.bfloat16:
+            CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"  # the first goes below
+        else:
+            CONVERT: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        first, second = gl.split(weights.reshape([ROWS, weights.shape[1] // 2, 2]))
+        return gl.inline_asm_elementwise(CONVERT, "=r,r,r", [first, second], gl.int32, True, 1)
+
+    @gluon.jit
+    def _unpack(p, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
+        """_pack's words as the left operand of a product: (ROWS, BLOCK_N)."""
+        SPLIT: gl.constexpr = "mov.b32 {$0, $1}, $2;"
+        KINDS: gl.constexpr = (gl.int16, gl.int16)
+        halves = gl.inline_asm_elementwise(SPLIT, "=h,=h,r", [p], KINDS, True, 1)
+        pairs = gl.join(halves[0], halves[1])  # (ROWS, BLOCK_N / 2, 2)
+        bits = pairs.reshape([ROWS, p.shape[1] * 2])  # (ROWS, BLOCK_N)
+        return gl.convert_layout(bits.to(DTYPE, bitcast=True), P_LAYOUT)
+
+    @gluon.jit
+    def _parts(weights):
+        """Sums of each row in four parts, one for each lane that holds some of it: (ROWS, 4)."""
+        return gl.sum(gl.sum(weights.reshape([ROWS, weights.shape[1] // 8, 4, 2]), 3), 1)
+
+    @gluon.jit
     def _bounds(m, T, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
         if CAUSAL:
             n_full = m * BLOCK_M // BLOCK_N
@@ -476,11 +510,12 @@ if gluon is not None:
     @gluon.jit
     def _mask(s, rows, start_n, T, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
         S_COLS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-        cols = start_n + gl.arange(0, BLOCK_N, layout=S_COLS)  # (BLOCK_N,)
+        cols = gl.arange(0, BLOCK_N, layout=S_COLS)  # (BLOCK_N,)
         if CAUSAL:  # rows that exist see no key beyond T then
-            s = gl.where(cols[None, :] <= rows[:, None], s, float("-inf"))  # (ROWS, BLOCK_N)
+            last = rows - start_n  # (ROWS,): so that columns are compared as constants
+            s = gl.where(cols[None, :] <= last[:, None], s, float("-inf"))  # (ROWS, BLOCK_N)
         else:
-            s = gl.where(cols[None, :] < T, s, float("-inf"))  # (ROWS, BLOCK_N)
+            s = gl.where(start_n + cols[None, :] < T, s, float("-inf"))  # (ROWS, BLOCK_N)
         return s
 
     @gluon.jit
@@ -495,7 +530,8 @@ if gluon is not None:
             p = gl.exp2(s * f[:, None] - (m_new * f)[:, None])  # (ROWS, BLOCK_N)
         else:
             p = gl.exp2((s - m_new[:, None]) * qk_scale)  # (ROWS, BLOCK_N)
-        return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+        l_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))  # (ROWS,)
+        return p, m_new, l_i * l_alpha[:, None] + _parts(p), alpha
 
     @gluon.jit
     def _begin_turn(order, i, WG: gl.constexpr, PING_PONG: gl.constexpr):
@@ -538,7 +574,8 @@ if gluon is not None:
         s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)  # (ROWS, BLOCK_N)
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
         v = _view(v_ring, i - 1, BLOCK_N, D, STAGES)  # (BLOCK_N, D)
-        acc = warpgroup_mma(p, v, acc, is_async=True)
+        P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, k_width=2)
+        acc = warpgroup_mma(_unpack(p, v.dtype, P_LAYOUT), v, acc, is_async=True)
         _end_turn(order, WG, CONSUMERS, PING_PONG)
         s = warpgroup_mma_wait(1, [s])  # (ROWS, BLOCK_N)
         _give_back(k_ring, i, STAGES)
@@ -551,8 +588,7 @@ if gluon is not None:
         acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)
         _give_back(v_ring, i - 1, STAGES)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-        p = gl.convert_layout(weights.to(p.dtype), p.type.layout)  # (ROWS, BLOCK_N)
-        return p, acc, m_i, l_i
+        return _pack(weights, v.dtype), acc, m_i, l_i
 
     @gluon.jit
     def _produce_tile(
@@ -571,7 +607,7 @@ if gluon is not None:
         q_ring, k_ring, v_ring = rings
         for w in gl.static_range(CONSUMERS):
             row = (m * CONSUMERS + w) * ROWS
-            _fill(q_desc, q_ring, b, h, row, turn * CONSUMERS + w, CONSUMERS)
+            _fill(q_desc, q_ring, b, h, row, turn * CONSUMERS + w, 2 * CONSUMERS)
         _fill(k_desc, k_ring, b, h, 0, first, STAGES)
         for j in range(1, n_blocks):  # in the order of use: K one block ahead of V
             _fill(k_desc, k_ring, b, h, j * BLOCK_N, first + j, STAGES)
@@ -604,13 +640,13 @@ if gluon is not None:
         n_full, n_blocks = _bounds(m, T, CONSUMERS * ROWS, BLOCK_N, CAUSAL)
         row = (m * CONSUMERS + WG) * ROWS
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))  # (ROWS,)
-        # Running state of the rows: maximum (not scaled), sum, unnormalised output.
+        # Running state of the rows: maximum (not scaled), sum in four parts, unnormalised output.
         m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        l_i = _parts(gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT))  # (ROWS, 4)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
 
         # Block 0, with nothing to overlap it with.
-        q = _take(q_ring, turn * CONSUMERS + WG, ROWS, D, CONSUMERS)  # (ROWS, D)
+        q = _take(q_ring, turn * CONSUMERS + WG, ROWS, D, 2 * CONSUMERS)  # (ROWS, D)
         k = _take(k_ring, first, BLOCK_N, D, STAGES)  # (BLOCK_N, D)
         _begin_turn(order, first, WG, PING_PONG)
         s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)  # (ROWS, BLOCK_N)
@@ -621,7 +657,7 @@ if gluon is not None:
         if n_full == 0:
             s = _mask(s, rows, 0, T, BLOCK_N, CAUSAL)
         weights, m_i, l_i, alpha = _softmax(s, m_i, l_i, scales, FUSED)
-        p = gl.convert_layout(weights.to(k.dtype), P_LAYOUT)  # (ROWS, BLOCK_N)
+        p = _pack(weights, k.dtype)  # (ROWS, BLOCK_N / 2)
         v = _take(v_ring, first, BLOCK_N, D, STAGES)  # (BLOCK_N, D)
 
         # Step j: Q @ K of block j and P @ V of block j - 1 in flight, then the softmax of block j.
@@ -636,19 +672,20 @@ if gluon is not None:
                 D, BLOCK_N, CONSUMERS, STAGES, S_LAYOUT, CAUSAL, True, PING_PONG, FUSED, WG,
             )  # fmt: skip
 
-        _give_back(q_ring, turn * CONSUMERS + WG, CONSUMERS)
+        _give_back(q_ring, turn * CONSUMERS + WG, 2 * CONSUMERS)
         last = first + n_blocks - 1
         v = _view(v_ring, last, BLOCK_N, D, STAGES)  # (BLOCK_N, D)
-        acc = warpgroup_mma(p, v, acc, is_async=True)
+        acc = warpgroup_mma(_unpack(p, v.dtype, P_LAYOUT), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)
         _give_back(v_ring, last, STAGES)
+        l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)  # (ROWS,)
         _write(out_desc, lse_ptr, o_s.index(WG), b, h, row, H, T, scale, acc, m_i, l_i, D)
         return n_blocks
 
     @gluon.jit
     def _shared(q_desc, k_desc, v_desc, out_desc, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
         rings = (
-            _ring(q_desc, CONSUMERS, 1),
+            _ring(q_desc, 2 * CONSUMERS, 1),  # this tile's, and the next one's
             _ring(k_desc, STAGES, CONSUMERS),
             _ring(v_desc, STAGES, CONSUMERS),
         )
@@ -774,7 +811,7 @@ def attention_overlap(q, k, v, causal=False, scale=None, block_n=128, stages=2, 
         ValueError: the above does not hold. RuntimeError: neither a Hopper card nor the emulator.
     """
     q, k, v, out, lse, scale = _check_attention(q, k, v, causal, scale)
-    _check_tiles(2, block_n, stages)
+    _check_tiles(block_n, stages)
     B, H, T, D = q.shape
     with torch.cuda.device_of(q):
         _attention_overlap_kernel[(-(-T // 128) * B * H,)](
@@ -794,10 +831,10 @@ def attention_overlap(q, k, v, causal=False, scale=None, block_n=128, stages=2, 
     return out, lse
 
 
-def _check_tiles(consumers, block_n, stages):
-    if consumers not in (2, 3) or block_n not in (64, 128) or stages not in (2, 3, 4, 5, 6):
-        got = f"consumers={consumers!r}, block_n={block_n!r}, stages={stages!r}"
-        raise ValueError(f"consumers must be 2 or 3, block_n 64 or 128, stages 2 to 6: got {got}")
+def _check_tiles(block_n, stages):
+    if block_n not in (64, 128) or stages not in (2, 3, 4, 5, 6):
+        got = f"block_n={block_n!r}, stages={stages!r}"
+        raise ValueError(f"block_n must be 64 or 128, stages 2 to 6: got {got}")
 
 
 # ---------------------------------------------------------------- step 5
@@ -805,7 +842,6 @@ class Config(NamedTuple):
     """How hopper_attention is launched.
 
     Attributes:
-        consumers: warpgroups that compute, each 64 rows: 2 or 3.
         block_n: keys of a tile, 64 or 128.
         stages: tiles of K, and of V, in shared memory at a time, from 2 up.
         ping_pong: whether the consumers take turns at starting their products.
@@ -813,7 +849,6 @@ class Config(NamedTuple):
         fused: one multiply-add for each score in place of a subtraction and a multiplication.
     """
 
-    consumers: int = 2
     block_n: int = 128
     stages: int = 2
     ping_pong: bool = True
@@ -824,11 +859,10 @@ class Config(NamedTuple):
 def best_config(D, causal, T) -> Config:
     """The configuration that hopper_attention takes for these sizes."""
     # Measured on an H200 (torch 2.11, triton 3.6), `python -m labs bench 11 --tune`.
-    if D == 128:
-        narrow = causal and T <= 1024  # of short rows more is diagonal: smaller tiles waste less
-        return Config(2, 64, 3, fused=True) if narrow else Config(2, 128, 2, fused=True)
-    # Three consumers are 2 to 4% faster for long rows, but spill where fused.
-    return Config(consumers=2, block_n=128, stages=4, fused=True)
+    if D == 64 and causal and T <= 512:  # much of short rows is diagonal: small tiles waste less
+        return Config(64, 4, fused=True)
+    # Long rows keep the consumers out of step without being told.
+    return Config(128, 4 if D == 64 else 2, ping_pong=T < 2048, fused=True)
 
 
 def schedule(n_m, n_heads, programs, group, lengths):
@@ -950,7 +984,6 @@ if gluon is not None:
         qk_step,
         D: gl.constexpr,
         BLOCK_N: gl.constexpr,
-        CONSUMERS: gl.constexpr,
         STAGES: gl.constexpr,
         S_LAYOUT: gl.constexpr,
         O_LAYOUT: gl.constexpr,
@@ -958,67 +991,35 @@ if gluon is not None:
         PING_PONG: gl.constexpr,
         FUSED: gl.constexpr,
     ):
+        CONSUMERS: gl.constexpr = 2
         rings, o_s, order = _shared(q_desc, k_desc, v_desc, out_desc, CONSUMERS, STAGES)
         scales = (scale * LOG2_E, qk_step)
         load = (q_desc, k_desc, v_desc, rings)
         args = (out_desc, lse_ptr, rings, o_s, order, H, T, scale, scales)
-        if CONSUMERS == 2:
-            gl.warp_specialize(
-                [
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
                     (
-                        _consume,
-                        (
-                            args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
-                            S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 0,
-                        ),
+                        args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
+                        S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 0,
                     ),
+                ),
+                (
+                    _consume,
                     (
-                        _consume,
-                        (
-                            args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
-                            S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 1,
-                        ),
+                        args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
+                        S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 1,
                     ),
-                    (
-                        _produce,
-                        (load, schedule_ptr, H, T, n_m, BLOCK_N, CONSUMERS, STAGES, CAUSAL),
-                    ),
-                ],
-                [4, 1],
-                [240, 24],
-            )  # fmt: skip
-        else:
-            gl.warp_specialize(
-                [
-                    (
-                        _consume,
-                        (
-                            args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
-                            S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 0,
-                        ),
-                    ),
-                    (
-                        _consume,
-                        (
-                            args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
-                            S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 1,
-                        ),
-                    ),
-                    (
-                        _consume,
-                        (
-                            args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
-                            S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 2,
-                        ),
-                    ),
-                    (
-                        _produce,
-                        (load, schedule_ptr, H, T, n_m, BLOCK_N, CONSUMERS, STAGES, CAUSAL),
-                    ),
-                ],
-                [4, 4, 1],
-                [160, 160, 24],
-            )  # fmt: skip
+                ),
+                (
+                    _produce,
+                    (load, schedule_ptr, H, T, n_m, BLOCK_N, CONSUMERS, STAGES, CAUSAL),
+                ),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
 
 
 def hopper_attention(q, k, v, causal=False, scale=None):
@@ -1051,9 +1052,9 @@ def attention_persistent(q, k, v, causal=False, scale=None, config=None):
     q, k, v, out, lse, scale = _check_attention(q, k, v, causal, scale)
     B, H, T, D = q.shape
     config = best_config(D, causal, T) if config is None else config
-    consumers, block_n, stages, ping_pong, persistent, fused = config
-    _check_tiles(consumers, block_n, stages)
-    causal, block_m = bool(causal), 64 * consumers
+    block_n, stages, ping_pong, persistent, fused = config
+    _check_tiles(block_n, stages)
+    causal, block_m = bool(causal), 128
     n_m = -(-T // block_m)
     programs = n_m * B * H
     if persistent:
@@ -1074,7 +1075,6 @@ def attention_persistent(q, k, v, causal=False, scale=None, config=None):
             n_m,
             scale,
             qk_step,
-            CONSUMERS=consumers,
             STAGES=stages,
             CAUSAL=causal,
             PING_PONG=bool(ping_pong),

@@ -519,12 +519,12 @@ def test_hopper_attention_head_dim_128(lab, causal):
 
 
 CONFIGS = [
-    {"consumers": 3},
-    {"consumers": 3, "block_n": 64, "stages": 4},
+    {"stages": 4},
+    {"block_n": 64, "stages": 4},
     {"block_n": 64, "ping_pong": False},
     {"stages": 3, "persistent": False},
     {"fused": True},
-    {"consumers": 3, "fused": True, "ping_pong": False},
+    {"stages": 3, "fused": True, "ping_pong": False},
 ]
 
 
@@ -698,7 +698,7 @@ def test_hopper_attention_rejects(lab):
     with running(LATE):
         lab.hopper_attention(q, k, v)
         check_attention_rejects(lab, lab.hopper_attention, q, k, v)
-        for changes in ({"consumers": 1}, {"consumers": 4}, {"block_n": 32}, {"stages": 1}):
+        for changes in ({"block_n": 32}, {"block_n": 256}, {"stages": 1}, {"stages": 7}):
             with pytest.raises(ValueError, match="got"):
                 lab.attention_persistent(q, k, v, config=lab.Config(**changes))
     with pytest.raises(RuntimeError, match="Hopper"):

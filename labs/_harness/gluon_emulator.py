@@ -248,6 +248,15 @@ def rounded(data: np.ndarray, dtype) -> np.ndarray:
         return data.astype(_kind(dtype))
 
 
+@dataclass(frozen=True)
+class Derived:
+    """The layout that Gluon finds for itself when a tile is reshaped, split or joined."""
+
+    how: str
+    parent: object
+    shape: tuple[int, ...]
+
+
 class Tile:
     """A tensor of a kernel: numbers, a dtype and a layout."""
 
@@ -265,8 +274,18 @@ class Tile:
     def type(self):
         return types.SimpleNamespace(layout=self.layout, shape=self.shape, element_ty=self.dtype)
 
-    def to(self, dtype):
+    def to(self, dtype, bitcast=False):
+        if bitcast:
+            if self.dtype.is_floating() or dtype.primitive_bitwidth != 16:
+                raise Unsupported(f"{self.dtype} to {dtype} with bitcast")
+            return Tile(_from_bits(self.data, dtype), dtype, self.layout)
         return Tile(rounded(self.data, dtype), dtype, self.layout)
+
+    def reshape(self, shape):
+        shape = tuple(int(n) for n in shape)
+        if math.prod(shape) != self.data.size:
+            raise GluonError(f".reshape: {self.shape} has other elements than {list(shape)}")
+        return Tile(self.data.reshape(shape), self.dtype, Derived("reshape", self.layout, shape))
 
     def __getitem__(self, key):
         key = key if isinstance(key, tuple) else (key,)
@@ -291,9 +310,24 @@ class Tile:
         return Tile(-self.data, self.dtype, self.layout)
 
 
+def _bits(data: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Numbers rounded to a half dtype, as the 16 bits of each in an int32."""
+    half = torch.from_numpy(np.ascontiguousarray(data, np.float32)).to(dtype)
+    return half.view(torch.int16).numpy().astype(np.int32) & 0xFFFF
+
+
+def _from_bits(data: np.ndarray, dtype) -> np.ndarray:
+    """The numbers of a half dtype that these 16-bit patterns stand for."""
+    half = torch.float16 if str(dtype) == "fp16" else torch.bfloat16
+    bits = np.ascontiguousarray(data.astype(np.uint16)).view(np.int16)
+    return torch.from_numpy(bits).view(half).float().numpy()
+
+
 def _short(layout) -> str:
     """A layout in a few words, for messages."""
     name = type(layout).__name__
+    if name == "Derived":
+        return f"that of a {layout.how} to {list(layout.shape)}"
     if name == "SliceLayout":
         return f"SliceLayout({layout.dim}, {_short(layout.parent)})"
     if name == "DotOperandLayout":
@@ -1274,6 +1308,34 @@ def _store(pointer, value, mask=None):
     flat[torch.from_numpy(places.astype(np.int64))] = torch.from_numpy(data.copy()).to(flat.dtype)
 
 
+def _split(x):
+    if not isinstance(x, Tile) or x.shape[-1] != 2:
+        raise GluonError("gl.split: takes a tile whose last side is 2, and gives its two halves")
+    layout = Derived("split", x.layout, tuple(x.shape[:-1]))
+    return Tile(x.data[..., 0], x.dtype, layout), Tile(x.data[..., 1], x.dtype, layout)
+
+
+def _join(a, b):
+    layout, dtype = _pair(a, b, "gl.join")
+    return Tile(np.stack([a.data, b.data], -1), dtype, Derived("join", layout, (*a.shape, 2)))
+
+
+def _inline_asm(asm, constraints, args, dtype, is_pure, pack):
+    """The two instructions that put halves into 32-bit words and take them out again."""
+    layout = _pair(args[0], args[-1], "gl.inline_asm_elementwise")[0]
+    text = " ".join(asm.split())
+    packs = re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$([12]), \$([12]);", text)
+    takes = re.fullmatch(r"mov\.b32 \{\$([01]), \$([01])\}, \$2;", text)
+    if packs and len(args) == 2:
+        half = torch.bfloat16 if packs[1] == "bf16" else torch.float16
+        upper, lower = (_bits(args[int(packs[i]) - 1].data, half) for i in (2, 3))
+        return Tile((upper << 16) | lower, dtype, layout)
+    if takes and len(args) == 1:
+        halves = {takes[1]: args[0].data & 0xFFFF, takes[2]: (args[0].data >> 16) & 0xFFFF}
+        return tuple(Tile(halves[i], kind, layout) for i, kind in zip("01", dtype, strict=True))
+    raise Unsupported(f"the emulator does not know this assembler: {text}")
+
+
 def _static_assert(condition, message=""):
     if not condition:
         raise AssertionError(message)
@@ -1311,6 +1373,10 @@ _GL = {
     "maximum": _two(np.maximum, max),
     "minimum": _two(np.minimum, min),
     "where": _where,
+    "split": _split,
+    "join": _join,
+    "inline_asm_elementwise": _inline_asm,
+    "to_tensor": lambda value: Int(value) if type(value) is int else value,
     "load": _load,
     "store": _store,
     "cdiv": _cdiv,

@@ -116,13 +116,15 @@ def counts(path: Path, sweep, rows, subtitle: str) -> Path:
 def _styles(sweep) -> dict[str, dict]:
     """Line style by provider: yours in vermilion and on top, the others in the sweep's order."""
     mine = sorted((p for p in sweep.providers if p.yours), key=lambda p: not p.kernel)
-    styles, others = {}, iter(zip(OTHERS, MARKERS, strict=True))
+    styles, n = {}, 0
     for provider in sweep.providers:
         if mine and provider is mine[0]:
             style = {"color": YOURS, "marker": "o", "markersize": 7, "zorder": 4}
         else:
-            color, marker = next(others)
+            color = OTHERS[n % len(OTHERS)]
+            marker = MARKERS[(n + n // len(OTHERS)) % len(MARKERS)]  # of one colour once each
             style = {"color": color, "marker": marker, "markersize": 11}
+            n += 1
         styles[provider.name] = style
     return styles
 

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from labs._harness import bench, interpreter, runtime, work
+from labs._harness import bench, interpreter, plot, runtime, work
 from labs._impl import LoadError, find_lab, load
 
 needs_interpreter = pytest.mark.skipif(
@@ -375,6 +375,14 @@ def test_closing(monkeypatch, tmp_path, capsys, closing, code, said):
     monkeypatch.setattr(bench, "lab_bench", lambda folder: lab)
     assert bench.run(parse("06", "--impl", "solution", "--out", tmp_path), FakeGpu()) == code
     assert said in capsys.readouterr().out
+
+
+def test_many_versions_have_a_line_each():
+    """Lab 10 draws eleven at a time."""
+    versions = [bench.Provider(f"v{n}", doubled) for n in range(40)]
+    styles = plot._styles(sweep(bench.Provider("mine", doubled, yours=True), *versions))
+    looks = {(style["color"], style["marker"]) for style in styles.values()}
+    assert len(styles) == len(looks) == 41
 
 
 # ---------------------------------------------------------------- lab 06
