@@ -219,6 +219,36 @@ STEP_1 = [
         "key tiles in the future of every row are visited",
         ("tl.minimum(S, (pid_m + 1) * BLOCK_M) if CAUSAL else S", "S"),
     ),
+    waste(
+        "weights-no-fma",
+        1,
+        W,
+        "test_exp2_costs_one_multiply_add_and_one_exp2",
+        "a product and a sum stand for the fused multiply-add (handout section 2)",
+        (
+            "tl.fma(s, factor[:, None], (shift - m_new)[:, None])",
+            "s * factor[:, None] + (shift - m_new)[:, None]",
+        ),
+    ),
+    waste(
+        "weights-exp",
+        1,
+        W,
+        "test_exp2_costs_one_multiply_add_and_one_exp2",
+        "exp stands for exp2: it is exp2 of a product more (handout section 2)",
+        (
+            "tl.exp2(tl.fma(s, factor[:, None], (shift - m_new)[:, None]))",
+            "tl.exp(LN2 * tl.fma(s, factor[:, None], (shift - m_new)[:, None]))",
+        ),
+    ),
+    bug(
+        "exp2-32-bit",
+        1,
+        E,
+        "test_exp2_offsets_beyond_32_bits",
+        "head times rows times D wraps past 2**31",
+        ("bh = tl.program_id(1).to(tl.int64)", "bh = tl.program_id(1)"),
+    ),
     cheat(
         "exp2-in-torch",
         1,
@@ -318,6 +348,23 @@ STEP_2 = [
             "q = _load(q_ptrs, pid_m * BLOCK_M, T, True)",
             "q = _load(q_ptrs, pid_m * BLOCK_M, T, False)",
         ),
+    ),
+    bug(
+        "two-32-bit",
+        2,
+        "_two_loops_kernel",
+        "test_two_loops_offsets_beyond_32_bits",
+        "head times rows times D wraps past 2**31",
+        ("bh = tl.program_id(1).to(tl.int64)", "bh = tl.program_id(1)"),
+    ),
+    waste(
+        "two-loads-masked",
+        2,
+        K,
+        "test_two_loops_masks_only_where_needed",
+        "whole tiles are loaded with a mask, too (handout section 3)",
+        ("_load(k_ptrs, start_n, S, MASKED)", "_load(k_ptrs, start_n, S, True)"),
+        ("_load(v_ptrs, start_n, S, MASKED)", "_load(v_ptrs, start_n, S, True)"),
     ),
     waste(
         "two-all-masked",
@@ -489,6 +536,49 @@ STEP_4 = [
         "values past the end are read: their weight is 0, and 0 times NaN is NaN",
         ("last, D, BLOCK_N), last, S, True)", "last, D, BLOCK_N), last, S, False)"),
     ),
+    waste(
+        "late-product-first",
+        4,
+        LATE_KEYS,
+        "test_late_order_of_products",
+        "the product comes before the next scores, which then wait for it (handout section 5)",
+        (
+            """            s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
+            v = _load(v_ptrs, start_n - BLOCK_N, S, False)  # (BLOCK_N, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+""",
+            """            v = _load(v_ptrs, start_n - BLOCK_N, S, False)  # (BLOCK_N, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+            s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
+""",
+        ),
+    ),
+    waste(
+        "late-product-after-softmax",
+        4,
+        LATE_KEYS,
+        "test_late_order_of_products",
+        "the product comes after the next softmax: nothing runs meanwhile (handout section 5)",
+        (
+            """            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+            if MASKED:""",
+            """            old_p, old_alpha = p, alpha
+            if MASKED:""",
+        ),
+        (
+            "_weights(s, m_i, l_i, slope, steep)\n",
+            "_weights(s, m_i, l_i, slope, steep)\n"
+            "            acc = tl.dot(old_p.to(v.dtype), v, acc * old_alpha[:, None])\n",
+        ),
+    ),
+    waste(
+        "late-loads-masked",
+        4,
+        LATE_KEYS,
+        "test_late_order_of_products",
+        "values are loaded with a mask, and a tile that has another behind it is whole",
+        ("_load(v_ptrs, start_n - BLOCK_N, S, False)", "_load(v_ptrs, start_n - BLOCK_N, S, True)"),
+    ),
     bug(
         "shared-all-stages",
         4,
@@ -610,6 +700,25 @@ STEP_4 = [
         ("q.element_size()", "1"),
     ),
     bug(
+        "prune-one-card",
+        4,
+        "prune",
+        "test_prune_asks_the_card",
+        "every card is pruned as one of 101,376 bytes",
+        ("arch = _arch(q.device)", "arch = 86"),
+    ),
+    Mutant(
+        "default-spills",
+        "waste",
+        4,
+        "a default is too large for its warps, and registers spill (handout section 5)",
+        "test_tuned_defaults_compile_for_every_card",
+        append="""
+def default_config(D, arch, *_):
+    return Config(128, 128, 4, 2)
+""",
+    ),
+    bug(
         "tuned-times-the-interpreter",
         4,
         "attention_tuned",
@@ -695,6 +804,85 @@ STEP_5 = [
         "the last product takes the values of the first tile",
         ("v_desc.load([(hi - 1) // BLOCK_N * BLOCK_N, 0])", "v_desc.load([hi * 0, 0])"),
     ),
+    bug(
+        "tma-32-bit",
+        5,
+        "_tma_kernel",
+        "test_tma_offsets_beyond_32_bits",
+        "head times rows times D wraps past 2**31",
+        ("bh = bh.to(tl.int64)", "bh = bh.to(tl.int32)"),
+    ),
+    waste(
+        "tma-no-order",
+        5,
+        "_tma_kernel",
+        "test_tma_order",
+        "tiles come head by head and the short ones first (handout section 4)",
+        (
+            "_tile_of_program(tl.program_id(0), tiles, heads, group, CAUSAL)",
+            "tl.program_id(0) // tiles, tl.program_id(0) % tiles",
+        ),
+    ),
+    waste(
+        "tma-all-masked",
+        5,
+        "_tma_kernel",
+        "test_tma_masks_only_where_needed",
+        "every tile is masked, whole ones, too (handout section 3)",
+        ("steep, BLOCK_N, CAUSAL, False, False)", "steep, BLOCK_N, CAUSAL, True, False)"),
+    ),
+    waste(
+        "tma-specialised-all-masked",
+        5,
+        "_tma_kernel",
+        "test_tma_specialised_form_masks_all_or_nothing",
+        "the one loop of the specialised form masks where no tile needs it (handout section 6)",
+        ("CAUSAL or RAGGED, True)", "True, True)"),
+    ),
+    waste(
+        "tma-not-specialised",
+        5,
+        "_tma_keys",
+        "test_tma_warp_specialised_compiles_for_hopper",
+        "warp_specialize does not reach the loop: 4 warps do everything (handout section 6)",
+        (", warp_specialize=WARP_SPECIALIZE", ""),
+    ),
+    waste(
+        "tma-late-ignored",
+        5,
+        "_tma_kernel",
+        "test_tma_masks_only_where_needed",
+        "`late` is accepted, and the products come at once (handout section 6)",
+        ("elif LATE:", "elif LATE and D > 256:"),
+    ),
+    waste(
+        "tma-late-product-first",
+        5,
+        "_tma_late_keys",
+        "test_tma_masks_only_where_needed",
+        "the product comes before the next scores, which then wait for it (handout section 5)",
+        (
+            """            s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
+            v = v_desc.load([start_n - BLOCK_N, 0])  # (BLOCK_N, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+""",
+            """            v = v_desc.load([start_n - BLOCK_N, 0])  # (BLOCK_N, D)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+            s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
+""",
+        ),
+    ),
+    waste(
+        "tma-late-values-twice",
+        5,
+        "_tma_late_keys",
+        "test_tma_masks_only_where_needed",
+        "a tile of values is fetched twice (handout section 5)",
+        (
+            "v = v_desc.load([start_n - BLOCK_N, 0])",
+            "v = v_desc.load([start_n, 0])\n            v = v_desc.load([start_n - BLOCK_N, 0])",
+        ),
+    ),
     cheat(
         "tma-by-pointers",
         5,
@@ -748,6 +936,122 @@ STEP_6 = [
         "test_quantise_channels",
         "the largest is looked for in the first block of columns only",
         ("for start in range(0, cols, BLOCK_C):", "for start in range(0, 1, BLOCK_C):"),
+    ),
+    bug(
+        "quantise-smallest-scale",
+        6,
+        QUANTISE,
+        "test_quantise_any_size",
+        "scales end at 1e-6, and a token of small numbers loses them (handout section 7)",
+        ("tl.where(top > 0, top / TOP, 1.0)", "tl.maximum(top / TOP, 1e-6)"),
+    ),
+    bug(
+        "quantise-32-bit",
+        6,
+        QUANTISE,
+        "test_quantise_offsets_beyond_32_bits",
+        "head times its stride wraps past 2**31",
+        ("n = tl.program_id(0).to(tl.int64)", "n = tl.program_id(0)"),
+    ),
+    bug(
+        "quantise-rows-32-bit",
+        6,
+        QUANTISE,
+        "test_quantise_offsets_beyond_32_bits",
+        "row times its stride wraps past 2**31",
+        ("offs_r.to(tl.int64)[:, None] * stride_xr", "offs_r[:, None] * stride_xr"),
+    ),
+    bug(
+        "quantise-columns-32-bit",
+        6,
+        QUANTISE,
+        "test_quantise_offsets_beyond_32_bits",
+        "column times its stride wraps past 2**31",
+        (
+            """(0, cols, BLOCK_C):
+            c = (start + offs_c).to(tl.int64)[None, :]""",
+            """(0, cols, BLOCK_C):
+            c = (start + offs_c)[None, :]""",
+        ),
+    ),
+    bug(
+        "quantise-stores-32-bit",
+        6,
+        QUANTISE,
+        "test_quantise_stores_beyond_32_bits",
+        "head times rows times columns of the result wraps past 2**31",
+        ("y_ptr + (n * rows + offs_r)", "y_ptr + (n * rows + offs_r).to(tl.int32)"),
+    ),
+    bug(
+        "fp8-limit-unshifted",
+        6,
+        W,
+        "test_fp8_huge_equal_scores",
+        "scores count as huge from another size on in p than in lse (handout section 2)",
+        ("LIMIT: tl.constexpr = HUGE / 2**SHIFT", "LIMIT: tl.constexpr = HUGE"),
+    ),
+    bug(
+        "fp8-smallest-scale",
+        6,
+        "_fp8_kernel",
+        "test_fp8_scales_of_any_size",
+        "scales of the queries end at 1e-6",
+        ("slope = q_scale * slope", "slope = tl.maximum(q_scale, 1e-6) * slope"),
+    ),
+    bug(
+        "fp8-32-bit",
+        6,
+        "_fp8_kernel",
+        "test_fp8_offsets_beyond_32_bits",
+        "head times rows times D wraps past 2**31",
+        ("bh = bh.to(tl.int64)", "bh = bh.to(tl.int32)"),
+    ),
+    waste(
+        "fp8-no-order",
+        6,
+        "_fp8_kernel",
+        "test_fp8_order",
+        "tiles come head by head and the short ones first (handout section 4)",
+        (
+            "_tile_of_program(tl.program_id(0), tiles, heads, group, CAUSAL)",
+            "tl.program_id(0) // tiles, tl.program_id(0) % tiles",
+        ),
+    ),
+    waste(
+        "fp8-loads-masked",
+        6,
+        FP8,
+        "test_fp8_masks_and_products_only_where_needed",
+        "whole tiles are loaded with a mask, too (handout section 3)",
+        ("_load(k_ptrs, start_n, S, MASKED)", "_load(k_ptrs, start_n, S, True)"),
+        ("_load(v_ptrs, start_n, S, MASKED)", "_load(v_ptrs, start_n, S, True)"),
+    ),
+    waste(
+        "fp8-all-masked",
+        6,
+        "_fp8_kernel",
+        "test_fp8_masks_and_products_only_where_needed",
+        "every tile is masked, whole ones, too (handout section 3)",
+        ("BLOCK_N, CAUSAL, False, SHIFT)", "BLOCK_N, CAUSAL, True, SHIFT)"),
+    ),
+    bug(
+        "fp8-shift-counted-twice",
+        6,
+        "_weights",
+        "test_fp8_huge_equal_scores",
+        "SHIFT is added to a maximum that is rounded to multiples of 16 (handout section 7)",
+        (
+            "tl.where(tl.abs(m_new) < HUGE / 2, SHIFT, 0.0)",
+            "tl.where(tl.abs(m_new) < HUGE, SHIFT, 0.0)",
+        ),
+    ),
+    waste(
+        "fp8-shift-a-factor",
+        6,
+        W,
+        "test_fp8_masks_and_products_only_where_needed",
+        "2**SHIFT is a multiplication a score, not a part of the addend (handout section 7)",
+        ("(shift - m_new)[:, None]))", "(0.0 - m_new)[:, None])) * 2.0**SHIFT"),
     ),
     bug(
         "fp8-key-scale-missing",

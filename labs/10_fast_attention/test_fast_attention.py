@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from labs._harness.cases import (
     needs_triton,
     step,
 )
+from labs._harness.compiler import Compiled
 
 STEPS = {
     1: "attention_exp2",
@@ -72,9 +74,10 @@ def rung(lab, step, late=False):
 
         return tuned
     function = getattr(lab, STEPS[step])
+    options = {"late": True} if late else {}
 
     def run(q, k, v, causal=False, scale=None, block_m=16, block_n=16):
-        return function(q, k, v, causal, scale, block_m=block_m, block_n=block_n)
+        return function(q, k, v, causal, scale, block_m=block_m, block_n=block_n, **options)
 
     return run
 
@@ -189,8 +192,44 @@ def check_rejects(lab, run, device, dtype=F32):
             run(q.bfloat16(), k.bfloat16(), v.bfloat16())
 
 
-def check_compiles(lab, request, launcher, archs=tuple(CARDS), **options):
-    """For each card: compiles, fits, and spills nothing."""
+def lazy(*shape, dtype, device):
+    """A tensor whose memory is taken as it is written; skips where there is no room for it."""
+    try:
+        return torch.empty(*shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        pytest.skip(f"needs 4 to 7 GB of address space: {str(error)[:60]}")
+
+
+# H, T, D, block_m and block_n: few programs in the interpreter, small tiles on a card.
+HEADS_BEYOND_32_BITS = 16_400, 520, 256, 512 if here.interpret else 64, 64
+
+
+def check_offsets_beyond_32_bits(lab, run, device):
+    """The last query tile of many heads: its head begins past element 2**31 of q, k, v, out."""
+    H, T, D, block_m, block_n = HEADS_BEYOND_32_BITS
+    x = lazy(1, H, T, D, dtype=F16, device=device)
+    x[:, -1:] = oracle.inputs(1, 1, T, D, dtype=F16, device=device)
+    few = lab.last_program_only() if here.interpret else contextlib.nullcontext()
+    with few:
+        out, lse = run(x, x, x, False, None, block_m, block_n)
+    last, rows = x[:, -1:], slice(512, T)
+    want = oracle.attention(last[:, :, rows], last, last, kernel=True)
+    oracle.check_all(want, (out[:, -1:, rows], lse[:, -1:, rows]), "the last head")
+
+
+def name_of_config(config) -> str:
+    """Such as "128x64, 8 warps, 3 stages, late"."""
+    late = "late" if config.late else "not late"
+    warps, stages = config.num_warps, config.num_stages
+    return f"{config.block_m}x{config.block_n}, {warps} warps, {stages} stages, {late}"
+
+
+def check_compiles(lab, request, launcher, archs=tuple(CARDS), config_on=None, **options):
+    """For each card: compiles, fits, and spills nothing.
+
+    Args:
+        config_on: arch such as 90 -> the Config that is launched there; None: that of `options`.
+    """
     cached = hasattr(request.config, "cache")  # not with pytest -p no:cacheprovider
     x = xray.XRay(request.path, str(lab.file), cache=xray.CACHE if cached else None)
     units = [x.unit(launcher, arch, card=arch, **options) for arch in archs]
@@ -199,7 +238,19 @@ def check_compiles(lab, request, launcher, archs=tuple(CARDS), **options):
     for c in kernels:
         if c.unwritten:
             raise NotImplementedError(c.unwritten)
-    bad = [f"{c.kernel} on {c.arch}: {verdict(c)}" for c in kernels if state(c) != FITS]
+    bad = []
+    for c in kernels:
+        if state(c) != FITS:
+            of = {name: c.options[name] for name in lab.Config._fields if name in c.options}
+            config = config_on(int(c.arch[3:])) if config_on else lab.Config(**of)
+            D = c.options["head_dim"]
+            where = launcher if config_on else f"{launcher} D={D}"
+            bad.append(f"{where}, {name_of_config(config)}: {c.kernel} on {c.arch} {verdict(c)}")
+    if bad:
+        bad.append(
+            "want each to fit without spills; usual causes: too large a tile for its warps, "
+            "pointers computed anew in the loop, a state that is not float32"
+        )
     assert not bad, "\n".join(bad)
     return kernels
 
@@ -240,6 +291,162 @@ def true_fma():
 
     with interpreter_with(create_fma=make) if here.interpret else contextlib.nullcontext():
         yield
+
+
+class Events(interpreter.Observer):
+    """What the programs of an attention kernel do, in order; B = H = 1, and no two sides alike.
+
+    Attributes:
+        of: program -> its events. ("load", name, row, masked) for a tile loaded, of the tensor
+            `name` from `row` on; ("dot", "scores" or "values"); (name, "tile") for an operation on
+            a tile of scores, such as ("exp2", "tile").
+    """
+
+    OPERATIONS = ("select", "fma", "exp2", "exp", "fmul", "fadd", "fsub", "fdiv")
+
+    def __init__(self, block_m, block_n, D):
+        assert len({block_m, block_n, D, 1}) == 4
+        self.block_m, self.block_n, self.D = block_m, block_n, D
+        self.of: dict[int, list[tuple]] = {}
+        self.launch_now, self.plain, self.now = None, False, []
+
+    def program(self, launch):
+        self.launch_now = launch
+        kept = self.of if "k_ptr" in launch.tensors else {}
+        self.now = kept.setdefault(launch.program[0], [])
+        return True
+
+    def load(self, launch, address, mask, itemsize):
+        if address.ndim == 2 and self.plain is not None and mask.any():
+            name = launch.tensor_at(int(address[mask].min()))
+            if name != "?":
+                x = launch.tensors[name]
+                place = (int(address[mask].min()) - x.data_ptr()) // itemsize
+                row = place // x.stride(-2) if x.shape[-1] == self.D else place
+                self.now.append(("load", name, row, not self.plain))
+
+    def dot(self, launch, m, n, k):
+        self.now.append(("dot", "scores" if (n, k) == (self.block_n, self.D) else "values"))
+
+    def watching(self, descriptors):
+        """The context in which the interpreter tells the rest, descriptors' loads if wanted."""
+        return interpreter_with(
+            create_load=self._plain,
+            **({"create_descriptor_load": self._by_descriptor} if descriptors else {}),
+            **{f"create_{name}": self._counted(name) for name in self.OPERATIONS},
+        )
+
+    def _plain(self, inner):
+        def create(*args):
+            self.plain = True
+            try:
+                return inner(*args)
+            finally:
+                self.plain = False
+
+        return create
+
+    def _by_descriptor(self, inner):
+        def create(descriptor, indices, *args):
+            name = self.launch_now.tensor_at(int(descriptor.base.data.item()))
+            self.now.append(("load", name, int(indices[0].data.item()), False))
+            self.plain = None  # its own load is told of
+            try:
+                return inner(descriptor, indices, *args)
+            finally:
+                self.plain = False
+
+        return create
+
+    def _counted(self, name):
+        def make(inner):
+            def create(*args):
+                result = inner(*args)
+                if np.shape(result.data) == (self.block_m, self.block_n):
+                    self.now.append((name, "tile"))
+                return result
+
+            return create
+
+        return make
+
+
+def events_of(run, q, k, v, causal, block_m, block_n, descriptors=False) -> dict[int, list[tuple]]:
+    """The events of each program of run(q, k, v, causal, None, block_m, block_n)."""
+    seen = Events(block_m, block_n, q.shape[-1])
+    with interpreter.observe(seen), seen.watching(descriptors):
+        run(q, k, v, causal, None, block_m, block_n)
+    return seen.of
+
+
+def check_operations(events, also=0):
+    """A score costs one multiply-add and one exp2, and `also` multiplications before them."""
+    everything = [event for program in events.values() for event in program]
+    tiles = max(1, everything.count(("dot", "scores")))
+    got = {name: everything.count((name, "tile")) / tiles for name in Events.OPERATIONS[1:]}
+    want = dict.fromkeys(got, 0) | {"fma": 1, "exp2": 1, "fmul": also}
+    assert got == want, (
+        f"operations a score: want {want}, got {got}; usual causes: exp for exp2, a product and a "
+        "difference where tl.fma does both, 2**SHIFT as a factor and not in the addend"
+    )
+
+
+def masked_tiles(T, block_m, block_n, causal, late=False) -> int:
+    """Key tiles whose scores have to be masked; late, the first of each query tile always is."""
+    total = 0
+    for start in range(0, T, block_m):
+        seen = min(start + 1, T) if causal else T
+        tiles = math.ceil((min(start + block_m, T) if causal else T) / block_n)
+        whole = seen // block_n
+        total += tiles - whole + (late and whole > 0)
+    return total
+
+
+def check_masks(events, T, block_m, block_n, causal, late=False):
+    """Scores are masked, and keys and values loaded with a mask, only where some are missing."""
+    everything = [event for program in events.values() for event in program]
+    want = masked_tiles(T, block_m, block_n, causal, late)
+    got = everything.count(("select", "tile"))
+    assert got == want, (
+        f"{want} tiles of scores need a mask: got {got} masked; usual causes: MASKED is not passed "
+        "on, or `full` is too small"
+    )
+    masked = {name: 0 for name in ("k_ptr", "v_ptr")}
+    for what, *event in everything:
+        if what == "load" and event[0] in masked:
+            masked[event[0]] += event[2]
+    most = {"k_ptr": want, "v_ptr": math.ceil(T / block_m) if late else want}
+    assert all(masked[name] <= most[name] for name in most), (
+        f"loads with a mask: want at most {most}, got {masked}; the usual cause: `_load` is asked "
+        "for a mask in the loop over whole tiles, too, which costs a comparison and a select each"
+    )
+
+
+def check_late(events, block_n):
+    """The order of a late program: scores of a tile, product of the tile before, softmax."""
+    for program, found in events.items():
+        order, loads = [], []
+        for event in found:
+            if event[0] == "load" and event[1] in ("k_ptr", "v_ptr"):
+                loads.append((event[1][0], event[2]))
+            elif event[0] == "dot" or event == ("exp2", "tile"):
+                order.append(event[1] if event[0] == "dot" else "exp2")
+        n = order.count("scores")
+        want = ["scores", "exp2"] + ["scores", "values", "exp2"] * (n - 1) + ["values"]
+        assert order == want, (
+            f"program {program}, products and exp2: want {want}, got {order}; the usual cause: the "
+            "product with v stands before the next scores or after their softmax, so nothing runs "
+            "while the softmax is computed"
+        )
+        rows = [block_n * i for i in range(n)]
+        want = [("k", 0)]
+        for before, row in zip(rows, rows[1:], strict=False):
+            want += [("k", row), ("v", before)]
+        want.append(("v", rows[-1]))
+        assert loads == want, (
+            f"program {program}, tiles loaded, by first rows: want {want}, got {loads}; usual "
+            "causes: v is loaded with k and not with its p, or a tile of v is loaded twice"
+        )
 
 
 # ---------------------------------------------------------------- step 1
@@ -332,6 +539,18 @@ def test_exp2_moves_few_bytes(lab, device, block_m, block_n, causal):
 
 @step1
 @interpreter_only
+def test_exp2_costs_one_multiply_add_and_one_exp2(lab, device):
+    q, k, v = oracle.qkv(1, 1, 40, 64, device=device)
+    check_operations(events_of(rung(lab, 1), q, k, v, True, 32, 16))
+
+
+@step1
+def test_exp2_offsets_beyond_32_bits(lab, device):
+    check_offsets_beyond_32_bits(lab, rung(lab, 1), device)
+
+
+@step1
+@interpreter_only
 def test_exp2_is_the_kernels_work(lab, device):
     check_is_the_kernels_work(lab, rung(lab, 1), device)
 
@@ -407,39 +626,21 @@ def test_two_loops_moves_few_bytes(lab, device, block_m, block_n, causal):
     check_moves_few_bytes(lab, rung(lab, 2), device, block_m, block_n, causal)
 
 
-def tiles_that_need_masks(T, block_m, block_n, causal) -> int:
-    """Key tiles that some row of their query tile does not see in full."""
-    total = 0
-    for start in range(0, T, block_m):
-        hi = min(start + block_m, T) if causal else T
-        seen = min(start + 1, T) if causal else T
-        total += math.ceil(hi / block_n) - seen // block_n
-    return total
-
-
 @step2
 @interpreter_only
 @causal_or_full
 @pytest.mark.parametrize(
-    ("T", "block_m", "block_n"), [(128, 32, 16), (128, 16, 32), (100, 32, 32), (64, 32, 32)]
+    ("T", "block_m", "block_n"), [(128, 64, 16), (128, 16, 64), (100, 64, 16), (65, 16, 64)]
 )
 def test_two_loops_masks_only_where_needed(lab, device, T, block_m, block_n, causal):
-    run, calls = rung(lab, 2), 0
-    q, k, v = oracle.qkv(1, 1, T, 16, device=device)
+    q, k, v = oracle.qkv(1, 1, T, 32, device=device)
+    events = events_of(rung(lab, 2), q, k, v, causal, block_m, block_n)
+    check_masks(events, T, block_m, block_n, causal)
 
-    def counting(create_select):
-        def create(*args):
-            nonlocal calls
-            tile = args[0].data.shape == (block_m, block_n)
-            calls += tile and block_m != 1
-            return create_select(*args)
 
-        return create
-
-    with interpreter_with(create_select=counting):
-        run(q, k, v, causal, None, block_m, block_n)
-    want = tiles_that_need_masks(T, block_m, block_n, causal)
-    assert calls == want, f"{want} tiles of scores need a mask: got {calls} masked"
+@step2
+def test_two_loops_offsets_beyond_32_bits(lab, device):
+    check_offsets_beyond_32_bits(lab, rung(lab, 2), device)
 
 
 @step2
@@ -499,9 +700,9 @@ def test_ordered_other_heads_unread(lab, device):
     check_other_heads_unread(rung(lab, 3), device, causal=True)
 
 
-def written_by_program(lab, tiles, heads, group, causal, device) -> list[tuple[int, int]]:
-    """(head, query tile) that each program of `attention_ordered` writes, in their order."""
-    block, D = 16, 16
+def written_by_program(run, tiles, heads, D, dtype, device) -> list[tuple[int, int]]:
+    """(head, query tile) that each program of run(q, k, v, block_m) writes, in their order."""
+    block = 16
 
     class Places(interpreter.Observer):
         def __init__(self):
@@ -514,12 +715,21 @@ def written_by_program(lab, tiles, heads, group, causal, device) -> list[tuple[i
                 row = (int(active.min()) - out.data_ptr()) // (out.element_size() * D)
                 self.found[launch.program[0]] = divmod(row, tiles * block)
 
-    q, k, v = oracle.qkv(1, heads, tiles * block, D, device=device)
+    q, k, v = oracle.qkv(1, heads, tiles * block, D, dtype=dtype, device=device)
     places = Places()
     with interpreter.observe(places):
-        lab.attention_ordered(q, k, v, causal, block_m=block, block_n=block, group=group)
+        run(q, k, v, block)
     found = [places.found[n] for n in range(tiles * heads)]
     return [(head, row // block) for head, row in found]
+
+
+def check_order(lab, run, group, causal, D, dtype, device, tiles=2, heads=3):
+    want = lab.program_order(tiles, heads, group, causal)
+    got = written_by_program(run, tiles, heads, D, dtype, device)
+    assert got == want, (
+        f"(head, query tile) of each program: want {want}, got {got}; usual causes: not by "
+        "`_tile_of_program`, `group` not passed on, `heads` not B * H"
+    )
 
 
 @step3
@@ -529,8 +739,10 @@ def written_by_program(lab, tiles, heads, group, causal, device) -> list[tuple[i
     ("tiles", "heads", "group"), [(1, 1, 1), (3, 2, 1), (3, 2, 2), (2, 5, 2), (3, 4, 3)]
 )
 def test_program_order_is_what_the_kernel_does(lab, device, tiles, heads, group, causal):
-    want = lab.program_order(tiles, heads, group, causal)
-    assert written_by_program(lab, tiles, heads, group, causal, device) == want
+    def run(q, k, v, block):
+        lab.attention_ordered(q, k, v, causal, block_m=block, block_n=block, group=group)
+
+    check_order(lab, run, group, causal, 16, F32, device, tiles, heads)
 
 
 @step3
@@ -593,19 +805,10 @@ def test_ordered_takes_any_number_of_heads(lab, device):
 
 @step3
 def test_ordered_offsets_beyond_32_bits(lab, device):
-    B, H, T, D = 5, 1639, 1030, 256
-    try:
-        x = torch.empty(B, H, T, D, dtype=F16, device=device)
-    except RuntimeError as error:
-        pytest.skip(f"needs 8.6 GB of address space: {str(error)[:60]}")
-    x[-1:, -1:] = oracle.inputs(1, 1, T, D, dtype=F16, device=device)
-    few = lab.last_program_only() if here.interpret else contextlib.nullcontext()
-    with few:
-        out, lse = lab.attention_ordered(x, x, x, block_m=256 if here.interpret else 64, group=1)
-    last = x[-1:, -1:]
-    rows = slice(1024, T)  # the last program's: tile 4 of 256 rows
-    want = oracle.attention(last[:, :, rows], last, last, kernel=True)
-    oracle.check_all(want, (out[-1:, -1:, rows], lse[-1:, -1:, rows]), "attention_ordered")
+    def run(q, k, v, causal, scale, block_m, block_n):
+        return lab.attention_ordered(q, k, v, block_m=block_m, block_n=block_n, group=1)
+
+    check_offsets_beyond_32_bits(lab, run, device)
 
 
 @step3
@@ -680,6 +883,17 @@ def test_late_other_heads_unread(lab, device):
 @pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
 def test_late_moves_few_bytes(lab, device, block_m, block_n, causal):
     check_moves_few_bytes(lab, rung(lab, 4, True), device, block_m, block_n, causal)
+
+
+@step4
+@interpreter_only
+@causal_or_full
+def test_late_order_of_products(lab, device, causal):
+    T, block_m, block_n = 70, 32, 16
+    q, k, v = oracle.qkv(1, 1, T, 64, device=device)
+    events = events_of(rung(lab, 4, True), q, k, v, causal, block_m, block_n)
+    check_late(events, block_n)
+    check_masks(events, T, block_m, block_n, causal, late=True)
 
 
 @step4
@@ -824,6 +1038,28 @@ def test_prune_leaves_what_the_card_can_launch(lab, device):
 
 
 @step4
+@pytest.mark.parametrize("arch", [86, 90])
+def test_prune_asks_the_card(lab, monkeypatch, arch):
+    configs = [
+        lab.Config(128, 64, 8, 3),
+        lab.Config(128, 64, 8, 4),  # more than a consumer card has
+        lab.Config(128, 128, 8, 4),  # more than any has
+        lab.Config(64, 64, 4, 2),
+    ]
+    q = SimpleNamespace(
+        device=torch.device("cuda"), dtype=F16, shape=(1, 1, 1, 128), element_size=lambda: 2
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: divmod(arch, 10))
+    kept = lab.prune([lab._triton_config(c) for c in configs], {"q_ptr": q}, D=128)
+    kept, limit = [lab._config_of(c) for c in kept], 232_448 if arch == 90 else 101_376
+    want = [c for c in configs if lab.shared_bytes(c, 128, 2, arch) <= limit]
+    assert kept == want, (
+        f"sm_{arch} has {limit:,} bytes: want {[*map(name_of_config, want)]}, got "
+        f"{[*map(name_of_config, kept)]}; the usual cause: the arch is not that of q's device"
+    )
+
+
+@step4
 def test_autotuner_key(lab):
     assert lab.fits(lab.CANDIDATES[1], 64, 2, 90)  # the key is given: it counts once the rest is
     keys = set(lab._tuned_kernel.keys)
@@ -861,7 +1097,19 @@ def test_tuned_rejects(lab, device):
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_tuned_defaults_compile_for_every_card(lab, request, D):
     lab.default_config(D, 90)
-    check_compiles(lab, request, f"attention_tuned D={D}")
+    launcher = f"attention_tuned D={D}"
+    check_compiles(lab, request, launcher, config_on=lambda arch: lab.default_config(D, arch))
+
+
+@step4
+def test_message_of_a_spill_names_the_configuration(lab, request, monkeypatch):
+    config = lab.Config(128, 64, 8, 3, late=True)
+    assert lab.fits(config, 64, 2, 90)  # what is tested is given: it counts once the rest is
+    c = Compiled("launcher", "sm_90", {"head_dim": 64}, kernel="kernel", spill=8)
+    monkeypatch.setattr(xray.XRay, "compile", lambda *_: None)
+    monkeypatch.setattr(xray.XRay, "of", lambda *_: [c])
+    with pytest.raises(AssertionError, match="128x64, 8 warps, 3 stages, late: kernel on sm_90"):
+        check_compiles(lab, request, "attention_tuned D=64", ("sm_90",), lambda _: config)
 
 
 # ---------------------------------------------------------------- step 5
@@ -922,11 +1170,7 @@ def test_tma_warp_specialised_form(lab, device, T, causal):
 @causal_or_full
 @tilings
 def test_tma_late(lab, device, T, block_m, block_n, causal):
-    def run(q, k, v, causal, scale, block_m, block_n):
-        return lab.attention_tma(
-            q, k, v, causal, scale, block_m=block_m, block_n=block_n, late=True
-        )
-
+    run = rung(lab, 5, True)
     kind = "growing" if T == 50 else "normal"
     q, k, v = fenced_qkv(1, 2, T, 16, dtype=F16, kind=kind, device=device)
     check(run, q, k, v, causal, None, block_m, block_n)
@@ -951,6 +1195,55 @@ def test_tma_loads_by_descriptor(lab, device):
     with interpreter_with(create_descriptor_load=counting):
         rung(lab, 5)(q, k, v, False, None, 32, 32)
     assert descriptors == 2 * (1 + 2 * 2), f"q, and each tile of k and v: got {descriptors} loads"
+
+
+@step5
+@interpreter_only
+@late_or_not
+@causal_or_full
+def test_tma_masks_only_where_needed(lab, device, causal, late):
+    T, block_m, block_n = 70, 32, 16
+    q, k, v = oracle.qkv(1, 1, T, 64, dtype=F16, device=device)
+    events = events_of(rung(lab, 5, late), q, k, v, causal, block_m, block_n, descriptors=True)
+    if late:
+        check_late(events, block_n)
+    check_masks(events, T, block_m, block_n, causal, late)
+
+
+@step5
+@interpreter_only
+@pytest.mark.parametrize(("T", "causal"), [(128, False), (130, False), (128, True)])
+def test_tma_specialised_form_masks_all_or_nothing(lab, device, T, causal):
+    def run(q, k, v, causal, scale, block_m, block_n):
+        lab.attention_tma(q, k, v, causal, block_m=128, block_n=64, warp_specialize=True)
+
+    q, k, v = oracle.qkv(1, 1, T, 32, dtype=F16, device=device)
+    events = events_of(run, q, k, v, causal, 128, 64)
+    everything = [event for program in events.values() for event in program]
+    want = everything.count(("dot", "scores")) if causal or T % 64 else 0
+    got = everything.count(("select", "tile"))
+    assert got == want, (
+        f"want {want} tiles of scores masked, got {got}; the usual cause: MASKED is neither CAUSAL "
+        "nor RAGGED but True"
+    )
+
+
+@step5
+@interpreter_only
+@causal_or_full
+def test_tma_order(lab, device, causal):
+    def run(q, k, v, block):
+        lab.attention_tma(q, k, v, causal, block_m=block, block_n=block, group=2)
+
+    check_order(lab, run, 2, causal, 16, F16, device)
+
+
+@step5
+def test_tma_offsets_beyond_32_bits(lab, device):
+    def run(q, k, v, causal, scale, block_m, block_n):
+        return lab.attention_tma(q, k, v, block_m=min(block_m, 256), block_n=block_n, group=1)
+
+    check_offsets_beyond_32_bits(lab, run, device)
 
 
 @step5
@@ -998,6 +1291,13 @@ def test_tma_warp_specialised_compiles_for_hopper(lab, request, D):
     launcher = "attention_tma"
     tile = {"block_m": 128, "block_n": 128, "head_dim": D}
     kernels = check_compiles(lab, request, launcher, ("sm_90",), **tile)
+    # 12 warps of 32 threads share 65,536 registers. 4 warps have up to 255 and need more: acc and
+    # s alone are 64 and 128 of them at D = 64.
+    got = kernels[0].registers
+    assert got <= 168, (
+        f"specialised, its 4 warps become 12: want 168 registers at most, got {got}; the usual "
+        "causes: warp_specialize does not reach tl.range, or something in the loop is conditional"
+    )
     late = {"late": True, "num_warps": 8}
     kernels += check_compiles(lab, request, launcher, ("sm_90",), **tile, **late)
     assert all(c.instructions["bulk"] and c.instructions["wgmma"] for c in kernels)
@@ -1097,6 +1397,59 @@ def test_quantise_zeros_and_strides(lab, device):
     assert (dequantised(got)[:, :, 3] == 0).all()
     turned = x.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(lab.quantise(turned).values.float(), got.values.float())
+
+
+@step6
+@needs_e4m3
+@pytest.mark.parametrize("power", [-66, -20, 60])
+@pytest.mark.parametrize("per", ["token", "channel"])
+def test_quantise_any_size(lab, device, per, power):
+    x = oracle.inputs(1, 1, 20, 32, device=device)
+    want, got = lab.quantise(x, per), lab.quantise(x * 2.0**power, per)
+    ratio = (got.scales.double() / want.scales.double() / 2.0**power).flatten()[0].item()
+    assert torch.allclose(got.scales, want.scales * 2.0**power, rtol=1e-6, atol=0.0), (
+        f"x times 2**{power}: want each scale times that, got the first {ratio:.3g} times that; "
+        "the usual cause: a smallest scale stands in for 'not zero'"
+    )
+    same = torch.equal(got.values.float(), want.values.float())
+    assert same, f"x times 2**{power}: want the same e4m3 numbers, got others; see the scales"
+
+
+@step6
+@needs_e4m3
+@pytest.mark.parametrize("large", ["head", "row", "column"])
+def test_quantise_offsets_beyond_32_bits(lab, device, large):
+    # Three heads or tokens that lie 2**30 and a little apart: the last begins past 2**31. Tokens
+    # are rows of x as it is, and columns where x is transposed.
+    axis, apart = 1 if large == "head" else 2, 2**30 + 64
+    shape, strides = [1, 2, 2, 32], [0, 64, 32, 1]
+    shape[axis], strides[axis] = 3, apart
+    x = lazy(2 * apart + 256, dtype=F16, device=device).as_strided(shape, strides)
+    x.copy_(oracle.inputs(*shape, dtype=F16, device=device))
+    per = "channel" if large == "column" else "token"
+    got, want = lab.quantise(x, per), lab.quantise(x.contiguous(), per)
+    for name, a, b in zip(got._fields, got, want, strict=True):
+        assert torch.equal(a.float(), b.float()), (
+            f"{large}s 2**30 apart: want the {name} of a contiguous x, got others; the usual "
+            f"cause: {large} times stride in int32"
+        )
+
+
+@step6
+@needs_e4m3
+def test_quantise_stores_beyond_32_bits(lab, device):
+    # Wide rows in the interpreter: few programs to skip.
+    H, T, D = (5, 110_000, 4096) if here.interpret else (5, 1_760_016, 256)
+    x = lazy(1, H, T, D, dtype=F16, device=device)
+    rows = slice(T // 32 * 32, T)  # the last program's
+    x[:, -1:, rows] = oracle.inputs(1, 1, 16, D, dtype=F16, device=device)
+    few = lab.last_program_only() if here.interpret else contextlib.nullcontext()
+    with few:
+        got = lab.quantise(x)
+    values, scales = quantised_in_torch(x[:, -1:, rows])
+    assert torch.allclose(got.scales[:, -1:, rows], scales, rtol=1e-6), "scales of the last head"
+    same = (got.values[:, -1:, rows].float() == values.float()).float().mean().item()
+    assert same > 0.99, f"the last head's e4m3 numbers: want all but a few, got {same:.1%} the same"
 
 
 @step6
@@ -1209,14 +1562,91 @@ def test_fp8_token_scales_against_one_scale(lab, device):
 @step6
 @needs_e4m3
 @pytest.mark.parametrize("values", [False, True], ids=["scores", "all"])
-def test_fp8_huge_equal_scores(lab, device, values):
+@pytest.mark.parametrize("x", [1208.0, 4096.0, 133120.0])  # scores near 2**24, 2**27, 2**38
+def test_fp8_huge_equal_scores(lab, device, x, values):
     dtype = F32 if here.interpret else BF16
     for sign in (1, -1):
-        x = torch.full((1, 1, 40, 64), 133120.0, dtype=dtype, device=device)
+        q = torch.full((1, 1, 40, 64), x, dtype=dtype, device=device)
         with true_fma():
-            out, lse = lab.attention_fp8(x, sign * x, x, sign < 0, values=values, block_m=32)
-        assert (out.double() / 133120 - 1).abs().max().item() < 1e-6 + oracle.eps(dtype)
-        assert (lse.double() / (sign * 133120.0**2 * 8) - 1).abs().max().item() < 1e-5
+            out, lse = lab.attention_fp8(q, sign * q, q, sign < 0, values=values, block_m=32)
+        want, got = sign * x**2 * 8, lse[0, 0, 0].item()
+        assert (lse.double() / want - 1).abs().max().item() < 1e-5, (
+            f"want lse {want:.7g}, got {got:.7g}; the usual cause: LIMIT is not the same in p, in "
+            "m_new and in lse: HUGE over 2**SHIFT"
+        )
+        wrong = (out.double() / x - 1).abs().max().item()
+        assert wrong < 1e-6 + oracle.eps(dtype), (
+            f"equal scores weigh equally, want {x:g} everywhere, got {out[0, 0, -1, 0].item():g}; "
+            "the usual cause where scores pass 2**27: SHIFT is added to a maximum that is rounded "
+            "to multiples of 16"
+        )
+
+
+@step6
+@needs_e4m3
+def test_fp8_scales_of_any_size(lab, device):
+    # A power of two moved from q to k changes no score; scales of 1e-22 are as good as others.
+    q, k, v = oracle.qkv(1, 1, 20, 32, device=device)
+    tiles = {"block_m": 16, "block_n": 32}
+    want = lab.attention_fp8(q, k, v, True, **tiles)
+    for power in (-66, 50):
+        got = lab.attention_fp8(q * 2.0**power, k * 2.0**-power, v, True, **tiles)
+        for name, a, b in zip(("out", "lse"), want, got, strict=True):
+            error = (a - b).abs().max().item()
+            assert error < 1e-4, (
+                f"q times 2**{power}, k divided by it: want the same {name}, got one {error:.2g} "
+                "off; the usual cause: scales are kept above some smallest number"
+            )
+
+
+@step6
+@needs_e4m3
+@interpreter_only
+@causal_or_full
+def test_fp8_masks_and_products_only_where_needed(lab, device, causal):
+    def run(q, k, v, causal, scale, block_m, block_n):
+        v = lab.quantise(v, "channel")
+        lab.attend_fp8(
+            lab.quantise(q), lab.quantise(k), v, causal, block_m=block_m, block_n=block_n
+        )
+
+    T, block_m, block_n = 70, 16, 32
+    q, k, v = oracle.qkv(1, 1, T, 64, dtype=F16, device=device)
+    events = events_of(run, q, k, v, causal, block_m, block_n)
+    check_masks(events, T, block_m, block_n, causal)
+    check_operations(events, also=1)  # the keys' scales
+
+
+@step6
+@needs_e4m3
+@interpreter_only
+@causal_or_full
+def test_fp8_order(lab, device, causal):
+    def run(q, k, v, block):
+        q, k, v = lab.quantise(q), lab.quantise(k), lab.quantise(v, "channel")
+        lab.attend_fp8(q, k, v, causal, block_m=block, block_n=32, group=2, out_dtype=F16)
+
+    check_order(lab, run, 2, causal, 32, F16, device)
+
+
+@step6
+@needs_e4m3
+def test_fp8_offsets_beyond_32_bits(lab, device):
+    H, T, D, block_m, block_n = HEADS_BEYOND_32_BITS
+    q = lab.Quantised(
+        lazy(1, H, T, D, dtype=E4M3, device=device), lazy(1, H, T, dtype=F32, device=device)
+    )
+    v = lazy(1, H, T, D, dtype=F16, device=device)
+    last = oracle.inputs(1, 1, T, D, dtype=F16, device=device)
+    few = lab.last_program_only() if here.interpret else contextlib.nullcontext()
+    for x, part in zip((*q, v), (*quantised_in_torch(last), last), strict=True):
+        x[:, -1:] = part
+    with few:
+        out, _ = lab.attend_fp8(q, q, v, block_m=block_m, block_n=block_n, group=1, out_dtype=F16)
+    mine = lab.Quantised(*(x[:, -1:] for x in q))
+    want = exact_attention(lab, mine, mine, last)[0].value
+    error = (out[:, -1:, 512:].double() - want[:, :, 512:]).abs().max().item()
+    assert error < 1e-2, f"the last head of {H:,}: error {error:.2g}; is the head int64?"
 
 
 @step6

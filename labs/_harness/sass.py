@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 
-_INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?(.*?)\s*;")
-_BRANCH = re.compile(r"BRA\b.*?(0x[0-9a-f]+)")
+_INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?(.*?)\s*;")
+_BRANCH = re.compile(r"BRA\b(.*?)(0x[0-9a-f]+)")
 _PRODUCT = re.compile(r"HGMMA\.64x\d+x\S* R\d+, R(\d+),")  # left operand in 4 registers
 _RESULT = re.compile(r"(\S+) (?:U?P\w+, )?R(\d+)\b")
 # Instructions whose first register is read, not written.
@@ -27,14 +27,8 @@ def lost_operands(text: str) -> list[str]:
     Returns:
         The instructions, in order; none where all is well.
     """
-    lines = filter(None, map(_INSTRUCTION.match, text.splitlines()))
-    found = [(int(line[1], 16), " ".join(line[2].split())) for line in lines]
     lost = []
-    for end, last in found:
-        branch = _BRANCH.match(last)
-        if not branch or int(branch[1], 16) >= end:
-            continue
-        loop = [code for place, code in found if int(branch[1], 16) <= place <= end]
+    for loop in _loops(text):
         written: dict[int, int] = {}  # register -> number of the first instruction that writes it
         for n, code in enumerate(loop):
             for register in _written(code):
@@ -42,9 +36,94 @@ def lost_operands(text: str) -> list[str]:
         for n, code in enumerate(loop):
             product = _PRODUCT.match(code)
             operand = range(int(product[1]), int(product[1]) + 4) if product else ()
-            if any(written.get(register, -1) >= n for register in operand) and code not in lost:
+            behind = [register for register in operand if written.get(register, -1) >= n]
+            if behind and code not in lost and not _carried(loop, n, operand, behind):
                 lost.append(code)
     return lost
+
+
+def _loops(text: str) -> list[list[str]]:
+    """The instructions of each loop, in the order in which they lie.
+
+    A branch backwards makes a loop only if its target must be passed to get to it. Others come back
+    from code that was moved out of the way, such as the waiting of an mbarrier.
+    """
+    lines = list(filter(None, map(_INSTRUCTION.match, text.splitlines())))
+    codes = [" ".join(line[3].split()) for line in lines]
+    number = {int(line[1], 16): n for n, line in enumerate(lines)}
+    after: list[set[int]] = []  # numbers of the instructions that may come next
+    for n, (line, code) in enumerate(zip(lines, codes, strict=True)):
+        branch = _BRANCH.match(code)
+        always = not line[2] and not (branch and "P" in branch[1])
+        target = {number[int(branch[2], 16)]} & set(number.values()) if branch else set()
+        ends = code.startswith(("EXIT", "RET")) or branch
+        after.append(target | (set() if ends and always or n + 1 == len(lines) else {n + 1}))
+    first = {0} | {m for n, nexts in enumerate(after) for m in nexts if nexts != {n + 1}}
+    blocks = sorted(first | {n + 1 for n, nexts in enumerate(after) if nexts != {n + 1}})
+    blocks = [n for n in blocks if n < len(lines)]
+    spans = dict(zip(blocks, [*blocks[1:], len(lines)], strict=True))  # first -> past the last
+    before: dict[int, set[int]] = {n: set() for n in blocks}
+    for n, end in spans.items():
+        for m in after[end - 1]:
+            before[m].add(n)
+    over = _dominators(blocks, before)
+    loops = []
+    for head in blocks:
+        ends = [n for n in before[head] if head in over[n]]  # they branch back to it
+        inside, left = {head}, list(ends)
+        while left:
+            n = left.pop()
+            if n not in inside:
+                inside.add(n)
+                left += before[n]
+        if ends:
+            loops.append([code for n in sorted(inside) for code in codes[n : spans[n]]])
+    return loops
+
+
+def _dominators(blocks: list[int], before: dict[int, set[int]]) -> dict[int, set[int]]:
+    """Of each block those that every way to it passes, itself among them."""
+    over = {n: set(blocks) for n in blocks} | {blocks[0]: {blocks[0]}}
+    changed = True
+    while changed:
+        changed = False
+        for n in blocks[1:]:
+            new = set.intersection(*(over[m] for m in before[n])) if before[n] else set()
+            changed |= new | {n} != over[n]
+            over[n] = new | {n}
+    return over
+
+
+def _carried(loop: list[str], n: int, operand: range, behind: list[int]) -> bool:
+    """Whether what the loop writes over the operand of product n is the next turn's operand.
+
+    Then it is written whole, not by a product, and nobody reads it before the loop begins again.
+    """
+    if len(behind) < len(operand):
+        return False
+    for register in operand:
+        writers = [m for m in range(n, len(loop)) if register in _written(loop[m])]
+        if any(loop[m].startswith("HGMMA") for m in writers):
+            return False
+        if any(register in _read(code) for code in loop[writers[-1] + 1 :]):
+            return False
+    return True
+
+
+def _read(code: str) -> set[int]:
+    """Registers that an instruction reads."""
+    name, _, rest = code.partition(" ")
+    found = [(int(m[1]), 2 if m[2] else 1) for m in re.finditer(r"\bR(\d+)(\.64)?", rest)]
+    if name.startswith("HGMMA"):
+        product = _PRODUCT.match(code)
+        left = set(range(int(product[1]), int(product[1]) + 4)) if product else set()
+        return left if ", RZ, " in rest else left | set(_written(code))
+    if not name.startswith(_READERS):
+        found = found[1:]  # the first is the result
+    wide = re.search(r"\.(128|64)\b", name) if name.startswith("ST") else None
+    if wide and found:  # the data come last
+        found[-1] = found[-1][0], int(wide[1]) // 32
+    return {register for first, count in found for register in range(first, first + count)}
 
 
 def _written(code: str) -> range:

@@ -31,7 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from labs import _impl
-from labs._harness import bench, compiler, runtime, steps
+from labs._harness import bench, compiler, runtime, sass, steps
 from labs._harness.cards import (
     CARDS,
     ERROR,
@@ -101,7 +101,8 @@ class XRay:
         found = {name: reminder(self.file, name) for name in self.launchers}
         self.unwritten = {name: text for name, text in found.items() if text}
         self.done: dict[str, list[Compiled]] = {}
-        sources = self.file, _impl.LABS / self.lab / "bench.py", Path(compiler.__file__)
+        bench_file = _impl.LABS / self.lab / "bench.py"
+        sources = self.file, bench_file, Path(compiler.__file__), Path(sass.__file__)
         environment = {k: v for k, v in os.environ.items() if k.startswith("TRITON_PTXAS")}
         parts = [*(file.read_text() for file in sources), runtime.setup().triton_version]
         self._base = repr((parts, sorted(environment.items())))

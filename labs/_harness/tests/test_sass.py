@@ -42,6 +42,37 @@ def test_an_operand_that_is_overwritten_behind_the_product_is_lost(inside):
     assert lost_operands(listing(MADE, PRODUCT, AGAIN, inside)) == []  # after the loop
 
 
+def test_an_operand_of_the_next_turn_is_not_lost():
+    """The weights of one block meet their values in the next turn of the loop."""
+    made = [f"F2FP.BF16.F32.PACK_AB R{n}, R{2 * n + 1}, R{2 * n}" for n in range(56, 60)]
+    assert lost_operands(listing(MADE, PRODUCT, *made, AGAIN)) == []
+    assert lost_operands(listing(MADE, PRODUCT, *made[:3], AGAIN)) == [PRODUCT]
+
+
+def test_code_that_was_moved_out_of_the_way_makes_no_loop():
+    """An mbarrier's wait, at 0x20 and again at 0x60, from where it goes back to 0x40."""
+    waits = "SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR22], R5"
+    after = listing(MADE, PRODUCT, waits, "@!P2 BRA 0x60", MADE, "EXIT", waits, "BRA 0x40")
+    assert lost_operands(after) == []
+    loop = listing(MADE, PRODUCT, waits, "@!P2 BRA 0x70", "MOV R56, R1", AGAIN, "EXIT", "BRA 0x40")
+    assert lost_operands(loop) == [PRODUCT]
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        "STS.128 [R3], R56",
+        "FADD R10, R58, R59",
+        "LDG.E R10, desc[UR4][R58.64]",
+        "HGMMA.64x64x16.F32.BF16 R88, R56, gdesc[UR8], R88",
+        "HGMMA.64x64x16.F32.BF16 R48, gdesc[UR8], R48",
+    ],
+)
+def test_an_operand_whose_registers_serve_another_purpose_is_lost(reader):
+    made = [f"F2FP.BF16.F32.PACK_AB R{n}, R{2 * n + 1}, R{2 * n}" for n in range(56, 60)]
+    assert PRODUCT in lost_operands(listing(MADE, PRODUCT, *made, reader, AGAIN))
+
+
 @pytest.mark.parametrize(
     "inside",
     [
