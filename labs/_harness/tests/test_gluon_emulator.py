@@ -301,6 +301,57 @@ def test_two_layouts_do_not_meet():
         run(_layouts_kernel, y, A=BLOCKED, B=other, CONVERT=False)
 
 
+@gluon.jit
+def _words_kernel(x_ptr, y_ptr, ROWS: gl.constexpr, ASM: gl.constexpr, LAYOUT: gl.constexpr):
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))
+    places = rows[:, None] * 4 + cols[None, :]
+    x = gl.load(x_ptr + places)
+    first, second = gl.split(x.reshape([ROWS, 2, 2]))
+    words = gl.inline_asm_elementwise(ASM, "=r,r,r", [first, second], gl.int32, True, 1)
+    TAKE: gl.constexpr = "mov.b32 {$0, $1}, $2;"
+    KINDS: gl.constexpr = (gl.int16, gl.int16)
+    low, high = gl.inline_asm_elementwise(TAKE, "=h,=h,r", [words], KINDS, True, 1)
+    bits = gl.join(low, high).reshape([ROWS, 4])
+    halves = bits.to(gl.float16, bitcast=True)
+    gl.store(y_ptr + places, gl.convert_layout(halves, LAYOUT))
+
+
+MATRIX = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+
+
+@pytest.mark.parametrize(("order", "columns"), [("$2, $1", [0, 1, 2, 3]), ("$1, $2", [1, 0, 3, 2])])
+def test_pairs_of_halves_in_words(order, columns):
+    """The first operand of the conversion goes to the upper half."""
+    x = torch.randn(128, 4)
+    y = torch.zeros(128, 4, dtype=torch.float16)
+    run(_words_kernel, x, y, ROWS=128, ASM=f"cvt.rn.f16x2.f32 $0, {order};", LAYOUT=MATRIX)
+    assert torch.equal(y, x.half()[:, columns])
+
+
+def test_other_assembler_is_refused():
+    x, y = torch.randn(128, 4), torch.zeros(128, 4, dtype=torch.float16)
+    with pytest.raises(ge.Unsupported, match=r"does not know this assembler: add\.f32"):
+        run(_words_kernel, x, y, ROWS=128, ASM="add.f32 $0, $1, $2;", LAYOUT=MATRIX)
+
+
+@gluon.jit
+def _parts_kernel(x_ptr, y_ptr, LAYOUT: gl.constexpr, SIDES: gl.constexpr):
+    rows = gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
+    x = gl.load(x_ptr + rows[:, None] * 16 + cols[None, :])
+    parts = gl.sum(gl.sum(x.reshape(SIDES), 3), 1)
+    gl.store(y_ptr + rows, gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, LAYOUT)))
+
+
+def test_sums_in_parts():
+    x, y = torch.randn(128, 16), torch.zeros(128)
+    run(_parts_kernel, x, y, LAYOUT=MATRIX, SIDES=[128, 2, 4, 2])
+    torch.testing.assert_close(y, x.sum(1))
+    with pytest.raises(ge.GluonError, match="has other elements than"):
+        run(_parts_kernel, x, y, LAYOUT=MATRIX, SIDES=[128, 2, 4, 4])
+
+
 def test_integers_are_those_of_a_card():
     assert ge.Int(-7) // 2 == -3
     assert ge.Int(-7) % 2 == -1
