@@ -473,6 +473,7 @@ if gluon is not None:
         WG: gl.constexpr,
     ):
         # TODO step 4, next part (about 20 lines)
+        #   i counts tiles of K from the program's start, and turns; start_n is the first key
         #   start Q @ K of block i and P @ V of block i - 1; wait for the first, then the softmax
         #   wait for the next step's V *before* the wait for P @ V: the handout says why
         #   then give V back, rescale acc, and turn the weights into the next step's p: p goes

@@ -239,6 +239,14 @@ STEP_2 = [
 
 STEP_3 = [
     bug(
+        "barriers-not-fenced",
+        3,
+        SIMPLE,
+        "test_producer_consumer",
+        "TMA may see barriers as they were before they were initialised (handout section 2)",
+        ("        fence_async_shared()\n", ""),
+    ),
+    bug(
         "ring-empty-counts-one",
         3,
         RING,
@@ -658,6 +666,44 @@ STEP_4 = [
         (", mask=rows < T)", ")"),
     ),
     waste(
+        "block-beyond-the-end",
+        4,
+        BOUNDS,
+        "test_overlap_work",
+        "blocks are counted to the tile's end, not to the sequence's",
+        (
+            "gl.cdiv(gl.minimum(T, (m + 1) * BLOCK_M), BLOCK_N)",
+            "gl.cdiv((m + 1) * BLOCK_M, BLOCK_N)",
+        ),
+    ),
+    waste(
+        "masks-counted-in-tiles",
+        4,
+        BOUNDS,
+        "test_overlap_work",
+        "with narrow blocks twice as many are masked as the diagonal crosses",
+        ("n_full = m * BLOCK_M // BLOCK_N", "n_full = m"),
+    ),
+    waste(
+        "masked-steps-wait",
+        4,
+        STEP,
+        "test_overlap_keeps_a_product_in_flight",
+        "masked steps wait for both products before the softmax (handout section 5)",
+        (
+            "        if MASKED:\n",
+            "        if MASKED:\n            acc = warpgroup_mma_wait(0, [acc])\n",
+        ),
+    ),
+    waste(
+        "overlap-one-size",
+        4,
+        "attention_overlap",
+        "test_overlap_stages_are_used",
+        "the caller's stages are not used",
+        ("STAGES=stages", "STAGES=2"),
+    ),
+    waste(
         "all-blocks-visited",
         4,
         BOUNDS,
@@ -773,6 +819,35 @@ STEP_5 = [
         ("gl.abs(m_new) * qk_scale < 268435456.0", "gl.abs(m_new) * 0.0 < 268435456.0"),
     ),
     bug(
+        "fused-guard-late",
+        5,
+        SOFTMAX,
+        "test_hopper_attention_large_equal_scores",
+        "the power of two takes over only where scores are larger still (handout section 6)",
+        ("< 268435456.0", "< 1.0e11"),
+    ),
+    bug(
+        "last-v-given-back-in-flight",
+        5,
+        CONSUME_TILE,
+        "test_hopper_attention_many_tiles_a_program",
+        "the next tile's V is loaded over the one that the last product still reads (section 5)",
+        ("        _give_back(v_ring, last, STAGES)\n", ""),
+        (
+            "        acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)\n",
+            "        _give_back(v_ring, last, STAGES)\n"
+            "        acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)\n",
+        ),
+    ),
+    waste(
+        "configuration-ignored",
+        5,
+        LAUNCH,
+        "test_hopper_attention_configuration_is_used",
+        "the caller's configuration is not used",
+        ("best_config(D, causal, T) if config is None else config", "best_config(D, causal, T)"),
+    ),
+    bug(
         "schedule-tile-twice",
         5,
         SCHEDULE,
@@ -853,6 +928,14 @@ STEP_5 = [
         "        s = s.masked_fill(torch.ones_like(s).triu(1) > 0, -math.inf)\n"
         "    lse = s.logsumexp(-1)\n"
         "    return ((s - lse[..., None]).exp() @ v.float()).to(q.dtype), lse",
+    ),
+    cheat(
+        "best-is-step-4",
+        5,
+        "test_hopper_attention_work",
+        "the version of step 4 is called once more",
+        "def hopper_attention(q, k, v, causal=False, scale=None):\n"
+        "    return attention_overlap(q, k, v, causal, scale)",
     ),
     cheat(
         "best-sdpa",

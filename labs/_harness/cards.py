@@ -131,7 +131,7 @@ def complaint(c: Compiled, file: Path) -> list[str]:
 
 def changes(c: Compiled) -> Iterator[dict]:
     """Changes of a kernel's options that may help it, the smallest first."""
-    have = c.options
+    have = {name: value for name, value in c.options.items() if value is not None}
     smaller = {
         "num_stages": have.get("num_stages", 1) - 1,
         "block_n": have.get("block_n", 0) // 2,

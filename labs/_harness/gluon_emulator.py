@@ -513,9 +513,11 @@ class Barrier:
         pending: arrivals that this phase still wants. bytes: that are still to come in it.
         phase: phases completed so far. A wait for parity p passes while phase p is not the one
             that runs.
+        fenced: a fence came after it was initialised: TMA sees it.
     """
 
     count: int | None = None
+    fenced: bool = False
     pending: int = 0
     bytes: int = 0
     phase: int = 0
@@ -700,6 +702,7 @@ class _Partition:
         self.products: list[Product] = []  # in flight, the oldest first
         self.stores: list[_Store] = []  # not read yet, the oldest first
         self.waits_for: tuple[Shared, int] | None = None
+        self.stands_back = False  # until the others can do no more
         self.line = 0
         self.error: BaseException | None = None
         self.done = False
@@ -799,6 +802,17 @@ class _Program:
             self.switch()
         self.current.waits_for = None
 
+    def let_others_go_on(self):
+        """After an arrival, where products are in flight: others run as far as they can, if late.
+
+        What was given back while a product still reads it is then overwritten before it has read.
+        """
+        me = self.current
+        if self.mood == "late" and me.products and me.function is not None:
+            me.stands_back = True
+            self.switch()
+            me.stands_back = False
+
     def let_something_happen(self):
         """A load lands, because everybody waits. Raises Deadlock where there is none."""
         if not self.loads:
@@ -870,7 +884,7 @@ class _Program:
             if not able:
                 self.let_something_happen()
                 continue
-            self.current = self.random.choice(able)
+            self.current = self.random.choice([p for p in able if not p.stands_back] or able)
             self.current.turn.release()
             self.back.acquire()
             if self.current.error is not None:
@@ -908,6 +922,8 @@ class _Program:
             for _, places, data in mine:
                 memory.data[places] = data
             memory.unfenced = [e for e in memory.unfenced if e[0] is not self.current]
+            for bar in memory.barriers or ():
+                bar.fenced = True
 
     def finish(self):
         self.work.programs += 1
@@ -1027,6 +1043,7 @@ def _init(mbarrier, count):
     bar = mbarrier.barrier()
     bar.count = bar.pending = int(count)
     bar.bytes = bar.phase = 0
+    bar.fenced = False
 
 
 def _expect(mbarrier, bytes_per_cta=None, pred=True):
@@ -1047,6 +1064,7 @@ def _arrive(mbarrier, *, count=1, pred=True):
     run.point()
     if pred:
         mbarrier.ready().arrive(int(count), mbarrier.name)
+        run.let_others_go_on()
 
 
 def _wait(mbarrier, phase, pred=True, deps=()):
@@ -1063,7 +1081,11 @@ def _tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False):
     for memory, places in ((load.target.memory, load.target.places) for load in run.loads):
         if memory is result.memory and _overlap(places, result.places):
             raise GluonError(f"two TMA loads into {result.name} are in flight")
-    barrier.ready()
+    if not barrier.ready().fenced:
+        raise GluonError(
+            f"a TMA load with {barrier.name}: no fence_async_shared since it was initialised, and "
+            "TMA may see it as it was before"
+        )
     result.memory.data[result.places] = np.nan
     run.work.bytes_loaded += tensor_desc.nbytes
     run.loads.append(_Load(tensor_desc, [int(i) for i in coord], barrier, result))
@@ -1265,6 +1287,16 @@ def _two(function, scalar):
     return apply
 
 
+def _fma(x, y, z):
+    """Rounded once."""
+    layout, dtype = _pair(x, y, "gl.fma") if isinstance(x, Tile) else _pair(y, z, "gl.fma")
+    if isinstance(z, Tile):
+        layout = _pair(x if isinstance(x, Tile) else y, z, "gl.fma")[0]
+    with np.errstate(all="ignore"):
+        exact = np.asarray(_data(x), np.float64) * _data(y) + np.asarray(_data(z), np.float64)
+    return Tile(exact.astype(np.float32), dtype, layout)
+
+
 def _where(condition, x, y):
     if not isinstance(condition, Tile):
         raise GluonError("gl.where: the condition is a tile; for one value use `if`")
@@ -1373,6 +1405,7 @@ _GL = {
     "maximum": _two(np.maximum, max),
     "minimum": _two(np.minimum, min),
     "where": _where,
+    "fma": _fma,
     "split": _split,
     "join": _join,
     "inline_asm_elementwise": _inline_asm,

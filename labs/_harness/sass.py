@@ -97,11 +97,13 @@ def _dominators(blocks: list[int], before: dict[int, set[int]]) -> dict[int, set
 def _carried(loop: list[str], n: int, operand: range, behind: list[int]) -> bool:
     """Whether what the loop writes over the operand of product n is the next turn's operand.
 
-    Then it is written whole, not by a product, and nobody reads it before the loop begins again.
+    Then all of it is written in the loop, not by a product, and nobody reads what is written behind
+    it before the loop begins again.
     """
-    if len(behind) < len(operand):
+    everywhere = {register for code in loop for register in _written(code)}
+    if not everywhere.issuperset(operand):
         return False
-    for register in operand:
+    for register in behind:
         writers = [m for m in range(n, len(loop)) if register in _written(loop[m])]
         if any(loop[m].startswith("HGMMA") for m in writers):
             return False

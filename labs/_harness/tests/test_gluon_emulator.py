@@ -86,6 +86,7 @@ def _copy_kernel(
     x_desc,
     y_desc,
     row,
+    READY: gl.constexpr,
     WAIT: gl.constexpr,
     FENCE: gl.constexpr,
     END: gl.constexpr,
@@ -95,6 +96,8 @@ def _copy_kernel(
     tile = gl.allocate_shared_memory(x_desc.dtype, [64, 64], x_desc.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
+    if READY:
+        fence_async_shared()
     mbarrier.expect(bar, x_desc.block_type.nbytes)
     async_load(x_desc, [row, 0], bar, tile)
     if WAIT:
@@ -113,7 +116,8 @@ def _copy_kernel(
 
 def copied(seed=LATE, row=0, rows=64, **changes):
     x, y = torch.randn(rows, 64).half(), torch.full((rows, 64), 7.0).half()
-    options = dict(WAIT=True, FENCE=True, END=True, THROUGH_REGISTERS=False, LAYOUT=ACC)
+    options = dict(READY=True, WAIT=True, FENCE=True, END=True)
+    options |= dict(THROUGH_REGISTERS=False, LAYOUT=ACC)
     work = run(
         _copy_kernel,
         described(x, [64, 64]),
@@ -123,6 +127,11 @@ def copied(seed=LATE, row=0, rows=64, **changes):
         **{**options, **changes},
     )
     return x, y, work
+
+
+def test_tma_does_not_see_a_barrier_that_was_not_fenced():
+    with pytest.raises(ge.GluonError, match="no fence_async_shared since it was initialised"):
+        copied(READY=False)
 
 
 @every_mood
@@ -167,6 +176,7 @@ def _product_kernel(x_desc, y_desc, WAIT: gl.constexpr, SPOIL: gl.constexpr, LAY
     out = gl.allocate_shared_memory(x_desc.dtype, [64, 64], x_desc.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
+    fence_async_shared()
     mbarrier.expect(bar, x_desc.block_type.nbytes)
     async_load(x_desc, [0, 0], bar, a)
     mbarrier.wait(bar, 0)

@@ -47,6 +47,8 @@ def test_an_operand_of_the_next_turn_is_not_lost():
     made = [f"F2FP.BF16.F32.PACK_AB R{n}, R{2 * n + 1}, R{2 * n}" for n in range(56, 60)]
     assert lost_operands(listing(MADE, PRODUCT, *made, AGAIN)) == []
     assert lost_operands(listing(MADE, PRODUCT, *made[:3], AGAIN)) == [PRODUCT]
+    first = listing(MADE, "MOV R59, R12", PRODUCT, *made[:3], AGAIN)  # one comes by way of another
+    assert lost_operands(first) == []
 
 
 def test_code_that_was_moved_out_of_the_way_makes_no_loop():
