@@ -134,9 +134,12 @@ BAD = {
         def double(x):
             pytest.skip("too hard")
         def total(xs):
+            end, mine = os.pipe()
             if os.fork() == 0:
-                os.setsid()
+                os.setsid()  # until then it ends with its test
+                os.write(mine, b"x")
                 time.sleep(1000)
+            os.read(end, 1)
             return sum(xs)
         """,
     "syntax": "def total(xs:\n    return 1",
