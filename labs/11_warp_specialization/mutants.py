@@ -642,7 +642,7 @@ STEP_4 = [
         "test_overlap",
         "the last block's weights never meet their values",
         (
-            "        acc = warpgroup_mma(_unpack(p, v.dtype, P_LAYOUT), v, acc, is_async=True)\n",
+            "        acc = warpgroup_mma(_unpack(p, v.dtype, O_LAYOUT), v, acc, is_async=True)\n",
             "        acc = acc * 1.0\n",
         ),
     ),

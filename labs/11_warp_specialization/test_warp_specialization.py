@@ -256,9 +256,8 @@ def check_layouts(lab, name, T, **options):
     check_attention(lab, name, where, q, shared, shared, **options)
 
 
-def check_huge_equal_scores(lab, name, T, sign, x=133120.0, **options):
+def check_huge_equal_scores(lab, name, T, sign, size=133120.0, **options):
     """Scores near 1e11: exp(s - m) must be exactly 1, however s and m were rounded on the way."""
-    size = x
     args = () if name == SIMPLE else (sign < 0,)
     for where in ONCE:
         with named(where):
@@ -457,10 +456,10 @@ def test_overlap_work(lab, T, block_n, causal):
     assert work.bytes_loaded == loaded, f"want {loaded:,} bytes loaded: got {work.bytes_loaded:,}"
 
 
-def check_stages(work_of, block_n):
-    """A stage more is a tile of K and one of V more in shared memory."""
+def check_stages(work_of):
+    """A stage more is a tile of K and one of V more in shared memory, 128 x 64 halves each."""
     two, four = work_of(2).shared, work_of(4).shared
-    want = 2 * 2 * block_n * 64 * 2
+    want = 2 * 2 * 128 * 64 * 2
     assert want <= four - two < want + 256, (
         f"two stages more are {want:,} bytes of K and V and a few barriers: got {four - two:,}"
     )
@@ -469,7 +468,7 @@ def check_stages(work_of, block_n):
 @step4
 def test_overlap_stages_are_used(lab):
     q, k, v = oracle.qkv(1, 1, 300, 64, dtype=F16)
-    check_stages(lambda n: check_attention(lab, OVERLAP, (LATE,), q, k, v, stages=n), 128)
+    check_stages(lambda n: check_attention(lab, OVERLAP, (LATE,), q, k, v, stages=n))
 
 
 @step4
@@ -585,9 +584,9 @@ def test_hopper_attention_huge_equal_scores(lab, fused, T, sign):
 
 
 @step5
-@pytest.mark.parametrize("x", [4992.0, 39936.0])  # scores near 2e8 and 1e10
-def test_hopper_attention_large_equal_scores(lab, x):
-    check_huge_equal_scores(lab, BEST, 150, 1, x=x)
+@pytest.mark.parametrize("size", [4992.0, 39936.0])  # scores near 2e8 and 1e10
+def test_hopper_attention_large_equal_scores(lab, size):
+    check_huge_equal_scores(lab, BEST, 150, 1, size)
 
 
 @step5
@@ -638,7 +637,7 @@ def test_hopper_attention_configuration_is_used(lab):
         config = lab.Config(stages=stages, **changes)
         return check_attention(lab, CONFIGURED, (LATE,), q, k, v, True, mps=2, config=config)
 
-    check_stages(work_of, 128)
+    check_stages(work_of)
     tiles = work_of(persistent=False).programs
     assert tiles == 3, f"not persistent: a program for each of 3 tiles, got {tiles}"
     total, _ = blocks_seen(300, 128, 64, True)

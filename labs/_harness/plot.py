@@ -6,6 +6,7 @@ differ too. A figure is readable at half its size.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import matplotlib
@@ -116,15 +117,16 @@ def counts(path: Path, sweep, rows, subtitle: str) -> Path:
 def _styles(sweep) -> dict[str, dict]:
     """Line style by provider: yours in vermilion and on top, the others in the sweep's order."""
     mine = sorted((p for p in sweep.providers if p.yours), key=lambda p: not p.kernel)
-    styles, n = {}, 0
+    # Seven colours, then the same with their markers one further on.
+    shifts = itertools.count()
+    others = ((c, MARKERS[(i + k) % len(MARKERS)]) for k in shifts for i, c in enumerate(OTHERS))
+    styles = {}
     for provider in sweep.providers:
         if mine and provider is mine[0]:
             style = {"color": YOURS, "marker": "o", "markersize": 7, "zorder": 4}
         else:
-            color = OTHERS[n % len(OTHERS)]
-            marker = MARKERS[(n + n // len(OTHERS)) % len(MARKERS)]  # of one colour once each
+            color, marker = next(others)
             style = {"color": color, "marker": marker, "markersize": 11}
-            n += 1
         styles[provider.name] = style
     return styles
 

@@ -37,7 +37,8 @@ def lost_operands(text: str) -> list[str]:
             product = _PRODUCT.match(code)
             operand = range(int(product[1]), int(product[1]) + 4) if product else ()
             behind = [register for register in operand if written.get(register, -1) >= n]
-            if behind and code not in lost and not _carried(loop, n, operand, behind):
+            whole = written.keys() >= set(operand)  # written in the loop, all four
+            if behind and code not in lost and not (whole and _carried(loop[n:], behind)):
                 lost.append(code)
     return lost
 
@@ -52,17 +53,18 @@ def _loops(text: str) -> list[list[str]]:
     codes = [" ".join(line[3].split()) for line in lines]
     number = {int(line[1], 16): n for n, line in enumerate(lines)}
     after: list[set[int]] = []  # numbers of the instructions that may come next
+    first = {0}  # of a block: where a branch goes to, and behind an instruction that may leave
     for n, (line, code) in enumerate(zip(lines, codes, strict=True)):
         branch = _BRANCH.match(code)
+        leaves = branch or code.startswith(("EXIT", "RET"))
         always = not line[2] and not (branch and "P" in branch[1])
-        target = {number[int(branch[2], 16)]} & set(number.values()) if branch else set()
-        ends = code.startswith(("EXIT", "RET")) or branch
-        after.append(target | (set() if ends and always or n + 1 == len(lines) else {n + 1}))
-    first = {0} | {m for n, nexts in enumerate(after) for m in nexts if nexts != {n + 1}}
-    blocks = sorted(first | {n + 1 for n, nexts in enumerate(after) if nexts != {n + 1}})
-    blocks = [n for n in blocks if n < len(lines)]
+        nexts = {number[int(branch[2], 16)]} if branch else set()
+        if leaves:
+            first |= nexts | {n + 1}
+        after.append(nexts if leaves and always else nexts | {n + 1})
+    blocks = sorted(first - {len(lines)})
     spans = dict(zip(blocks, [*blocks[1:], len(lines)], strict=True))  # first -> past the last
-    before: dict[int, set[int]] = {n: set() for n in blocks}
+    before: dict[int, set[int]] = {n: set() for n in [*blocks, len(lines)]}
     for n, end in spans.items():
         for m in after[end - 1]:
             before[m].add(n)
@@ -94,20 +96,16 @@ def _dominators(blocks: list[int], before: dict[int, set[int]]) -> dict[int, set
     return over
 
 
-def _carried(loop: list[str], n: int, operand: range, behind: list[int]) -> bool:
-    """Whether what the loop writes over the operand of product n is the next turn's operand.
+def _carried(rest: list[str], registers: list[int]) -> bool:
+    """Whether what the rest of a loop writes to an operand's registers is the next turn's operand.
 
-    Then all of it is written in the loop, not by a product, and nobody reads what is written behind
-    it before the loop begins again.
+    Then no product writes it, and nobody reads it before the loop begins again.
     """
-    everywhere = {register for code in loop for register in _written(code)}
-    if not everywhere.issuperset(operand):
-        return False
-    for register in behind:
-        writers = [m for m in range(n, len(loop)) if register in _written(loop[m])]
-        if any(loop[m].startswith("HGMMA") for m in writers):
+    for register in registers:
+        writers = [n for n, code in enumerate(rest) if register in _written(code)]
+        if any(rest[n].startswith("HGMMA") for n in writers):
             return False
-        if any(register in _read(code) for code in loop[writers[-1] + 1 :]):
+        if any(register in _read(code) for code in rest[writers[-1] + 1 :]):
             return False
     return True
 

@@ -276,19 +276,20 @@ def test_an_error_in_a_partition_ends_the_others():
 
 
 @gluon.jit
-def _residual_kernel(x_ptr, y_ptr, c, LAYOUT: gl.constexpr):
+def _residual_kernel(x_ptr, y_ptr, c, FMA: gl.constexpr, LAYOUT: gl.constexpr):
     lane = gl.arange(0, 64, layout=LAYOUT)
     x = gl.load(x_ptr + lane)
     m = gl.maximum(x * c, x * c)  # rounded
-    gl.store(y_ptr + lane, x * c - m)
+    gl.store(y_ptr + lane, gl.fma(x, c, -m) if FMA else x * c - m)
 
 
 BLOCKED = gl.BlockedLayout([1], [32], [4], [0])
 
 
-def test_a_product_and_a_sum_are_fused():
+@pytest.mark.parametrize("fma", [False, True], ids=["two operators", "gl.fma"])
+def test_a_product_and_a_sum_are_fused(fma):
     x, y = torch.full((64,), 1.1327e12), torch.empty(64)
-    run(_residual_kernel, x, y, 0.1803368, LAYOUT=BLOCKED)
+    run(_residual_kernel, x, y, 0.1803368, FMA=fma, LAYOUT=BLOCKED)
     assert bool((y != 0).all()), "x * c - round(x * c) is what rounding took away"
     assert float(y.abs().max()) < 2**15
 
