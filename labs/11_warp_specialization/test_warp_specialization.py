@@ -36,9 +36,9 @@ half_dtypes = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 causal_or_full = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 head_dims = pytest.mark.parametrize("D", [64, 128])
 # Where a check runs: seeds of the emulator, and the card if there is one.
-SEEDS = {LATE: "late", EARLY: "early", MIXED: "mixed", 5: "mixed, otherwise"}
+SEEDS = {LATE: "late", EARLY: "early", MIXED: "mixed", 5: "mixed, otherwise", 8: "mixed again"}
 CARDS = (CARD,) if HOPPER else ()
-EVERYWHERE, ONCE = (*SEEDS, *CARDS), (LATE, *CARDS)
+EVERYWHERE, ONCE = (LATE, EARLY, MIXED, 5, *CARDS), (LATE, *CARDS)
 
 step1 = step(1, needs_gluon)
 step2 = step(2, needs_gluon)
@@ -76,9 +76,18 @@ def named(where):
 def check_copy(lab, places, x, **tiles):
     for where in places:
         with named(where):
-            with running(where) as (device, _):
+            with running(where) as (device, work):
                 y = lab.tma_copy(x.to(device), **tiles)
             check_equal(x, y.cpu())
+            check_stored(work, out=y)
+
+
+def check_stored(work, **outputs):
+    """What a function returns is what its kernel stored, and nothing was done to it afterwards."""
+    for name, tensor in outputs.items():
+        assert work is None or work.is_as_written(tensor), (
+            f"{name} must be what the kernel stored: it lies elsewhere, or was changed afterwards"
+        )
 
 
 def check_equal(x, y):
@@ -162,6 +171,7 @@ def check_products(lab, places, T, S, D, dtype, scale):
         with named(where):
             with running(where) as (device, work):
                 out = lab.wgmma_products(*(x.to(device) for x in (q, k, v)), scale)
+                check_stored(work, out=out)
             check_product(q, k, v, scale, out.cpu())
     return work
 
@@ -238,6 +248,7 @@ def check_attention(lab, name, places, q, k, v, causal=False, scale=None, mps=3,
             x = (t if t.device.type == device else t.to(device) for t in (q, k, v))
             got = getattr(lab, name)(*x, *args, **options)
             oracle.check_all(want, tuple(t.to(q.device) for t in got), name)
+            check_stored(work, out=got[0], lse=got[1])
     return work
 
 
@@ -246,6 +257,12 @@ def check_layouts(lab, name, T, **options):
     where = ONCE
     for layout in ("transposed", "strided"):
         q, k, v = oracle.qkv(2, 3, T, 64, dtype=F16, layout=layout)
+        if layout == "transposed":
+            work = check_attention(lab, name, (LATE,), q, k, v, **options)
+            read = {event.tensor.data_ptr() for event in work.of("load")}
+            assert read == {x.data_ptr() for x in (q, k, v)}, (
+                "TMA can read (B, T, H, D) transposed where it lies: nothing needs a copy"
+            )
         check_attention(lab, name, where, q, k, v, **options)
         check_attention(lab, name, where, q.contiguous(), k.contiguous(), v, **options)
     wide = oracle.inputs(2, 3, T, 72, dtype=F16)
@@ -290,6 +307,68 @@ def check_attention_rejects(lab, call, q, k, v):
     for scale in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="scale"):
             call(q, k, v, scale=scale)
+
+
+# What a program's partitions did, in order (labs/_harness/gluon_emulator.py, Event).
+
+
+def consumers(work):
+    """The events of each partition that starts products, by (program, partition)."""
+    for who in sorted({(event.program, event.partition) for event in work.of("product")}):
+        yield [event for event in work.events if (event.program, event.partition) == who]
+
+
+def tiles_of(work, q):
+    """The tiles of 128 rows that each program loads of q, in order: [(b, h, m)] by program."""
+    tiles = {}
+    for event in work.of("load"):
+        if event.tensor.data_ptr() == q.data_ptr():
+            b, h, row = event.place[:3]
+            mine = tiles.setdefault(event.program, [])
+            if (b, h, row // 128) not in mine[-1:]:
+                mine.append((b, h, row // 128))
+    return tiles
+
+
+def check_loads_ahead(work, least):
+    most = max(event.loads for event in work.of("load")) + 1
+    assert most >= least, (
+        f"the producer may have {least} copies on their way at a time, as many as there are free "
+        f"stages: got {most}. Only a full ring is to be waited for"
+    )
+
+
+def check_softmax_stays_in_front(work):
+    """See the handout, section 5: the assembler moves exponentials past wgmma's wait."""
+    for events in consumers(work):
+        held = True
+        for event in events:
+            if event.what == "exp2" and event.products:
+                held = False
+            held |= event.what == "wait"
+            assert held or event.what != "product wait", (
+                "between the softmax and the wait for P @ V an mbarrier must be waited for (the "
+                "next V): else the assembler moves the exponentials behind that product"
+            )
+
+
+def check_turns(work):
+    """The consumers start their products in turn: both of a step, then it is the other's turn."""
+    for program in {event.program for event in work.of("product")}:
+        turn = None
+        for event in work.of("product"):
+            if event.program != program:
+                continue
+            if not event.registers:  # Q @ K
+                assert event.partition != turn, (
+                    f"ping-pong: consumer {turn} starts Q @ K twice, and the other one had no turn"
+                )
+                turn = event.partition
+            elif event.products:  # P @ V, with Q @ K in flight
+                assert event.partition == turn, (
+                    "ping-pong: the turn ends behind both products of a step, here it ended before "
+                    f"consumer {event.partition} had started P @ V"
+                )
 
 
 # ---------------------------------------------------------------- step 3
@@ -343,6 +422,14 @@ def test_producer_consumer_moves_few_bytes(lab):
     assert work.bytes_stored == 384 * row, f"out once: got {work.bytes_stored:,} bytes"
     flops = 2 * 2 * 384 * 384 * 64
     assert work.flops == flops, f"two products, {flops:,} FLOPs: got {work.flops:,}"
+
+
+@step3
+@pytest.mark.parametrize("stages", [1, 3])
+def test_producer_consumer_copies_ahead(lab, stages):
+    q, k, v = oracle.qkv(1, 1, 640, 64, dtype=F16)
+    work = check_attention(lab, SIMPLE, (LATE,), q, k, v, stages=stages)
+    check_loads_ahead(work, 2 * stages)
 
 
 @step3
@@ -483,6 +570,44 @@ def test_overlap_keeps_a_product_in_flight(lab, causal):
     assert alone <= 2 * 4, (
         "but for the first block of a tile, P @ V of the block before is in flight while the "
         f"softmax is computed: got {alone} of {work.softmaxes} without a product in flight"
+    )
+
+
+@step4
+@causal_or_full
+def test_overlap_softmax_stays_in_front(lab, causal):
+    q, k, v = oracle.qkv(1, 1, 300, 64, dtype=F16)
+    check_softmax_stays_in_front(check_attention(lab, OVERLAP, (LATE,), q, k, v, causal))
+
+
+@step4
+def test_overlap_copies_ahead(lab):
+    q, k, v = oracle.qkv(1, 1, 600, 64, dtype=F16)
+    check_loads_ahead(check_attention(lab, OVERLAP, (LATE,), q, k, v, stages=4), 8)
+
+
+@step4
+def test_overlap_ping_pong(lab):
+    q, k, v = oracle.qkv(1, 1, 640, 64, dtype=F16)
+
+    def work_of(where, ping_pong):
+        return check_attention(lab, OVERLAP, (where,), q, k, v, ping_pong=ping_pong)
+
+    for where in (LATE, MIXED, 5, 8):
+        check_turns(work_of(where, True))
+    turns, none = (len(work_of(LATE, x).of("arrive")) for x in (True, False))
+    assert turns > none, (
+        f"with ping_pong there are more arrivals than without: got {turns} and {none}"
+    )
+
+
+@step4
+def test_overlap_longest_first(lab):
+    q, k, v = oracle.qkv(1, 2, 600, 64, dtype=F16)
+    tiles = tiles_of(check_attention(lab, OVERLAP, (LATE,), q, k, v, True), q)
+    order = [tiles[program][0] for program in sorted(tiles)]
+    assert order == [(0, h, m) for h in range(2) for m in reversed(range(5))], (
+        f"the longest tiles of a head first: got (b, h, m) {order}"
     )
 
 
@@ -643,6 +768,83 @@ def test_hopper_attention_configuration_is_used(lab):
     total, _ = blocks_seen(300, 128, 64, True)
     flops, got = total * 4 * 128 * 64 * 64, work_of(block_n=64).flops
     assert got == flops, f"block_n=64: {total} blocks of 128 x 64, {flops:,} FLOPs, got {got:,}"
+
+
+@step5
+@causal_or_full
+def test_hopper_attention_walks_its_list(lab, causal):
+    B, H, T = 2, 2, 600
+    q, k, v = oracle.qkv(B, H, T, 64, dtype=F16)
+    config = lab.Config()
+    work = check_attention(lab, CONFIGURED, (LATE,), q, k, v, causal, config=config)
+    table = lab._schedule_table(T, B * H, 3, B * H, 128, 128, causal, q.device).tolist()
+    got = tiles_of(work, q)
+    for program in range(3):
+        mine = table[table[program] : table[program + 1]]
+        want = [(tile // 5 // H, tile // 5 % H, tile % 5) for tile in mine]
+        assert got[program] == want, (
+            f"program {program} computes the tiles that schedule_ptr lists for it, in that order: "
+            f"want (b, h, m) {want}, got {got[program]}"
+        )
+
+
+@step5
+def test_hopper_attention_copies_ahead(lab):
+    q, k, v = oracle.qkv(1, 6, 100, 64, dtype=F16)  # one block a tile, six tiles
+    work = check_attention(lab, CONFIGURED, (LATE,), q, k, v, mps=1, config=lab.Config())
+    check_loads_ahead(work, 8)  # Q, K and V of this tile and of the next
+
+
+@step5
+def test_hopper_attention_computes_while_it_stores(lab):
+    q, k, v = oracle.qkv(1, 3, 300, 64, dtype=F16)
+    work = check_attention(lab, CONFIGURED, (LATE,), q, k, v, mps=2, config=lab.Config())
+    for events in consumers(work):
+        products = [event.stores for event in events if event.what == "product"]
+        assert max(products) == 1, (
+            "a tile's store is on its way while the next tile is computed: wait for it before the "
+            "next one is written to shared memory, not at once"
+        )
+
+
+@step5
+@causal_or_full
+def test_hopper_attention_softmax_stays_in_front(lab, causal):
+    q, k, v = oracle.qkv(1, 1, 300, 64, dtype=F16)
+    check_softmax_stays_in_front(check_attention(lab, BEST, (LATE,), q, k, v, causal))
+
+
+@step5
+def test_hopper_attention_ping_pong(lab):
+    q, k, v = oracle.qkv(1, 3, 330, 64, dtype=F16)
+
+    def work_of(where, ping_pong):
+        config = lab.Config(ping_pong=ping_pong)
+        return check_attention(lab, CONFIGURED, (where,), q, k, v, mps=2, config=config)
+
+    for where in (LATE, MIXED, 5, 8):
+        check_turns(work_of(where, True))
+    turns, none = (len(work_of(LATE, x).of("arrive")) for x in (True, False))
+    assert turns > none, (
+        f"with ping_pong there are more arrivals than without: got {turns} and {none}"
+    )
+
+
+@step5
+def test_hopper_attention_fused_is_one_operation_a_score(lab):
+    q, k, v = oracle.qkv(1, 1, 300, 64, dtype=F16)
+
+    def work_of(fused):
+        config = lab.Config(fused=fused)
+        return check_attention(lab, CONFIGURED, (LATE,), q, k, v, True, config=config)
+
+    one, two = work_of(True), work_of(False)
+    scores = one.amount("exp2")
+    saved = two.amount("arithmetic") - one.amount("arithmetic")
+    assert saved == scores, (
+        f"fused: one multiply-add for each of {scores:,} scores in place of a subtraction and a "
+        f"multiplication, {scores:,} operations less: got {saved:,}"
+    )
 
 
 @step5

@@ -29,7 +29,7 @@ import re
 import sys
 import threading
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -54,25 +54,91 @@ class Unsupported(GluonError):
 
 
 # ---------------------------------------------------------------- the way in
+@dataclass(frozen=True)
+class Event:
+    """One thing that a partition did.
+
+    Attributes:
+        program: its number on axis 0. partition: its number in the list of warp_specialize.
+        what: "load" or "store" by TMA; "product", a warpgroup_mma; "exp2", "where" or "arithmetic"
+            on a matrix; "arrive" or "wait" at an mbarrier; "product wait", "store wait".
+        amount: bytes, FLOPs, or elements of the matrix.
+        loads, products, stores: in flight before it: loads of the program, the others of the
+            partition. A store is in flight until a wait for it.
+        tensor, place: of a load or store, and the coordinates there.
+        registers: of a product: its left operand lies in registers.
+    """
+
+    program: int
+    partition: int
+    what: str
+    amount: int
+    loads: int
+    products: int
+    stores: int
+    tensor: torch.Tensor | None = field(default=None, compare=False)
+    place: tuple[int, ...] = ()
+    registers: bool = False
+
+
 @dataclass
 class Work:
     """What the kernels of an `emulate` block have done so far.
 
     Attributes:
         programs: how many ran. shared: bytes of shared memory of the last one.
-        bytes_loaded, bytes_stored: by TMA, whole tiles. flops: of warpgroup_mma.
-        softmaxes: exp2 of a matrix; overlapped: those with a product in flight in their partition.
-        masked: gl.where on a matrix.
+        events: what their partitions did, in order.
+        written: by address, the memory that they stored to, as bytes: what is there now, and what
+            was there when the last launch had ended.
     """
 
     programs: int = 0
     shared: int = 0
-    bytes_loaded: int = 0
-    bytes_stored: int = 0
-    flops: int = 0
-    softmaxes: int = 0
-    overlapped: int = 0
-    masked: int = 0
+    events: list[Event] = field(default_factory=list)
+    written: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, compare=False
+    )
+
+    def of(self, *what: str) -> list[Event]:
+        return [event for event in self.events if event.what in what]
+
+    def amount(self, what: str) -> int:
+        return sum(event.amount for event in self.of(what))
+
+    def is_as_written(self, tensor: torch.Tensor) -> bool:
+        """Whether kernels stored to a tensor's memory, and nobody has changed it since."""
+        now, then = self.written.get(tensor.untyped_storage().data_ptr(), (None, None))
+        return now is not None and torch.equal(now, then)
+
+    @property
+    def bytes_loaded(self) -> int:
+        """By TMA, whole tiles."""
+        return self.amount("load")
+
+    @property
+    def bytes_stored(self) -> int:
+        """By TMA, whole tiles."""
+        return self.amount("store")
+
+    @property
+    def flops(self) -> int:
+        """Of warpgroup_mma."""
+        return self.amount("product")
+
+    @property
+    def softmaxes(self) -> int:
+        """exp2 of a matrix."""
+        return len(self.of("exp2"))
+
+    @property
+    def overlapped(self) -> int:
+        """Those of them with a product in flight in their partition."""
+        return sum(event.products > 0 for event in self.of("exp2"))
+
+    @property
+    def masked(self) -> int:
+        """gl.where on a matrix."""
+        return len(self.of("where"))
 
 
 @dataclass
@@ -397,6 +463,7 @@ def _combine(symbol, a, b):
     with np.errstate(all="ignore"):
         if symbol == "*":
             exact = (x, y) if str(dtype) == "fp32" else None
+            _count_arithmetic(x, y)
             return Tile(rounded(x * y, dtype), dtype, layout, exact)
         if symbol in "+-":
             for one in (a, b):  # as the compiler does: a product and a sum become one operation
@@ -404,12 +471,20 @@ def _combine(symbol, a, b):
                     exact = np.multiply(*(f.astype(np.float64) for f in one._exact))
                     x, y = (exact, y) if one is a else (x, exact)
                     break
+            else:
+                _count_arithmetic(x, y)
             total = x + y if symbol == "+" else x - y
             return Tile(rounded(np.asarray(total).astype(kind), dtype), dtype, layout)
         if symbol == "/":
             dtype = dtype if dtype.is_floating() else _gl().float32
             return Tile(rounded(x / y, dtype), dtype, layout)
         return Tile(_INTEGER[symbol](x, y), dtype, layout)
+
+
+def _count_arithmetic(x, y):
+    size = max(np.size(x), np.size(y))
+    if _running is not None and max(np.ndim(x), np.ndim(y)) == 2:
+        _running.record("arithmetic", size)
 
 
 _INTEGER = {
@@ -600,6 +675,7 @@ class Shared:
                 f"{value.shape}"
             )
         run.store_may_not_read(self)
+        run.product_does_not_read(self)
         self.memory.unfenced.append((run.current, self.places.copy(), value.data.copy()))
 
     def now(self):
@@ -631,7 +707,7 @@ class _Load:
     """A TMA load in flight."""
 
     source: Descriptor
-    coord: list[int]
+    coord: tuple[int, ...]
     barrier: Shared
     target: Shared
 
@@ -647,7 +723,7 @@ class _Store:
     """A TMA store that has not read shared memory yet."""
 
     target: Descriptor
-    coord: list[int]
+    coord: tuple[int, ...]
     source: Shared
 
     def land(self):
@@ -696,8 +772,9 @@ for _name in "add sub mul truediv radd rsub rmul rtruediv neg getitem lt le gt g
 class _Partition:
     """One function of a warp_specialize, as a thread that runs when the scheduler lets it."""
 
-    def __init__(self, name, function, args, warps):
-        self.name, self.function, self.args, self.warps = name, function, args, warps
+    def __init__(self, name, function, args, warps, registers):
+        self.name, self.function, self.args = name, function, args
+        self.warps, self.registers = warps, registers  # a thread
         self.turn = threading.Semaphore(0)
         self.products: list[Product] = []  # in flight, the oldest first
         self.stores: list[_Store] = []  # not read yet, the oldest first
@@ -730,7 +807,7 @@ class _Program:
         self.loads: list[_Load] = []
         self.memories: list[_Allocation] = []
         self.shared_bytes, self.num_warps = 0, num_warps
-        self.current = _Partition(kernel.__name__, None, (), num_warps)
+        self.current = _Partition(kernel.__name__, None, (), num_warps, 255)
         self.partitions = [self.current]
         self.back = threading.Semaphore(0)  # of the scheduler
         self.stopping = False
@@ -760,6 +837,52 @@ class _Program:
                     else:  # it reads a mixture
                         memory = store.source.memory
                         memory.data[store.source.places] = np.nan
+
+    def product_does_not_read(self, shared):
+        """Refuses to overwrite what a product in flight may still read."""
+        for product in (x for partition in self.partitions for x in partition.products):
+            operands = [x for x in (product.a, product.b) if isinstance(x, Shared)]
+            if product.result is None and any(
+                x.memory is shared.memory and _overlap(x.places, shared.places) for x in operands
+            ):
+                raise GluonError(
+                    f"{shared.name}.store: {product.describe()}, and reads it: warpgroup_mma_wait "
+                    "comes first"
+                )
+
+    def has_registers_for_products(self):
+        """Refuses products in flight that a thread cannot hold."""
+        me = self.current
+        held = [x.shape for x in me.products]  # float32 results
+        held += [[x.a.shape[0], x.a.shape[1] // 2] for x in me.products if isinstance(x.a, Tile)]
+        need = sum(map(math.prod, held)) // (32 * me.warps)
+        if need > me.registers:
+            raise GluonError(
+                f"{me.name} has {me.registers} registers a thread, and its products in flight hold "
+                f"{need}: worker_num_regs gives a consumer more"
+            )
+
+    # -- what is counted
+
+    def record(self, what, amount=0, **more):
+        me = self.current
+        self.work.events.append(
+            Event(
+                self.pid[0],
+                self.partitions.index(me),
+                what,
+                int(amount),
+                len(self.loads),
+                len(me.products),
+                len(me.stores),
+                **more,
+            )  # fmt: skip
+        )
+
+    def record_write(self, tensor):
+        memory = tensor.untyped_storage()
+        now = torch.empty(0, dtype=torch.uint8).set_(memory)
+        self.work.written[memory.data_ptr()] = now, now
 
     # -- time
 
@@ -844,16 +967,18 @@ class _Program:
         if self.stopping:
             raise _Abandoned
 
-    def specialise(self, functions, warps):
-        """Runs partitions, of so many warps each, to their ends."""
+    def specialise(self, functions, warps, registers):
+        """Runs partitions, of so many warps and registers a thread each, to their ends."""
         if self.specialised:
             raise GluonError("one warp_specialize a kernel")
         self.specialised = True
         outer = self.current
         names = [function.__name__ for function, _ in functions]
         self.partitions = [
-            _Partition(f"{name} {i}" if names.count(name) > 1 else name, *functions[i], warps[i])
-            for i, name in enumerate(names)
+            _Partition(f"{name} {i}" if names.count(name) > 1 else name, *functions[i], *size)
+            for i, (name, size) in enumerate(
+                zip(names, zip(warps, registers, strict=True), strict=True)
+            )
         ]
         threads = [
             threading.Thread(target=self.run_partition, args=(p,), daemon=True)
@@ -1041,6 +1166,8 @@ def _assigned_name() -> str:
 
 def _init(mbarrier, count):
     bar = mbarrier.barrier()
+    if bar.count is not None:
+        raise GluonError(f"{mbarrier.name}: initialised a second time; mbarrier.invalidate first")
     bar.count = bar.pending = int(count)
     bar.bytes = bar.phase = 0
     bar.fenced = False
@@ -1059,16 +1186,22 @@ def _expect(mbarrier, bytes_per_cta=None, pred=True):
     bar.arrive(1, mbarrier.name)
 
 
+def _invalidate(mbarrier):
+    mbarrier.ready().count = None
+
+
 def _arrive(mbarrier, *, count=1, pred=True):
     run = _run()
     run.point()
     if pred:
+        run.record("arrive")
         mbarrier.ready().arrive(int(count), mbarrier.name)
         run.let_others_go_on()
 
 
 def _wait(mbarrier, phase, pred=True, deps=()):
     if pred:
+        _run().record("wait")
         _run().wait(mbarrier, int(phase))
 
 
@@ -1087,21 +1220,25 @@ def _tma_load(tensor_desc, coord, barrier, result, pred=True, multicast=False):
             "TMA may see it as it was before"
         )
     result.memory.data[result.places] = np.nan
-    run.work.bytes_loaded += tensor_desc.nbytes
-    run.loads.append(_Load(tensor_desc, [int(i) for i in coord], barrier, result))
+    coord = tuple(int(i) for i in coord)
+    run.record("load", tensor_desc.nbytes, tensor=tensor_desc.host.base, place=coord)
+    run.loads.append(_Load(tensor_desc, coord, barrier, result))
 
 
 def _tma_store(tensor_desc, coord, src):
     run = _run()
     run.point()
     _check_copy(tensor_desc, coord, src, "a TMA store")
-    run.work.bytes_stored += tensor_desc.nbytes
-    run.current.stores.append(_Store(tensor_desc, [int(i) for i in coord], src))
+    coord = tuple(int(i) for i in coord)
+    run.record("store", tensor_desc.nbytes, tensor=tensor_desc.host.base, place=coord)
+    run.current.stores.append(_Store(tensor_desc, coord, src))
+    run.record_write(tensor_desc.host.base)
 
 
 def _store_wait(pendings):
     run = _run()
     run.point()
+    run.record("store wait")
     while len(run.current.stores) > int(pendings):
         run.current.stores.pop(0).land()
 
@@ -1154,8 +1291,9 @@ def _warpgroup_mma(
     if isinstance(acc, Product) and acc.waited:
         raise GluonError("warpgroup_mma: go on with what warpgroup_mma_wait returned")
     product = Product(a, b, acc, bool(use_acc), run.current.line)
+    run.record("product", 2 * m * n * k, registers=isinstance(a, Tile))
     run.current.products.append(product)
-    run.work.flops += 2 * m * n * k
+    run.has_registers_for_products()
     if run.mood == "early":
         product.compute()
     if is_async:
@@ -1168,6 +1306,7 @@ def _warpgroup_mma_wait(num_outstanding=0, deps=None):
     run.point()
     if deps is None:
         raise GluonError("warpgroup_mma_wait: deps must name what is waited for")
+    run.record("product wait")
     products = run.current.products
     while len(products) > int(num_outstanding):
         products.pop(0).compute()
@@ -1197,6 +1336,7 @@ def _warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None)
     run = _run()
     if len(worker_num_warps) != len(functions_and_args) - 1:
         raise GluonError("warp_specialize: a number of warps for each function but the first")
+    left, others = 255, [255] * len(worker_num_warps)
     if worker_num_regs is not None:
         warps = run.num_warps + sum(4 * math.ceil(w / 4) for w in worker_num_warps)
         taken = sum(
@@ -1210,7 +1350,9 @@ def _warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None)
                 f"65,536: got {worker_num_regs} for {list(worker_num_warps)} warps, which leaves "
                 f"{left} a thread for the first function"
             )
-    return run.specialise(functions_and_args, [run.num_warps, *worker_num_warps])
+        others = worker_num_regs
+    warps, registers = [run.num_warps, *worker_num_warps], [min(left, 255), *others]
+    return run.specialise(functions_and_args, warps, registers)
 
 
 def _zeros(shape, dtype, layout=None):
@@ -1220,6 +1362,19 @@ def _zeros(shape, dtype, layout=None):
 def _full(shape, value, dtype, layout=None):
     _power_of_two(shape, "gl.full")
     return Tile(np.full([int(n) for n in shape], value, _kind(dtype)), dtype, layout)
+
+
+def _zeros_like(x, shape=None, dtype=None, layout=None):
+    return _full_like(x, 0, shape, dtype, layout)
+
+
+def _full_like(x, value, shape=None, dtype=None, layout=None):
+    return _full(shape or x.shape, value, dtype or x.dtype, layout or x.layout)
+
+
+def _expand_dims(x, axis):
+    colons = [slice(None)] * len(x.shape)
+    return x[(*colons[:axis], None, *colons[axis:])]
 
 
 def _power_of_two(shape, what):
@@ -1266,9 +1421,7 @@ def _elementwise(function):
             if not isinstance(x, Tile):
                 return float(function(np.float32(x)))
             if function is np.exp2 and x.data.ndim == 2:
-                run = _run()
-                run.work.softmaxes += 1
-                run.work.overlapped += bool(run.current.products)
+                _run().record("exp2", x.data.size)
             return Tile(function(x.data).astype(x.data.dtype), x.dtype, x.layout)
 
     return apply
@@ -1297,7 +1450,8 @@ def _where(condition, x, y):
         if isinstance(value, Tile):
             layout, dtype = _pair(condition, value, "gl.where")[0], value.dtype
     dtype = dtype or _gl().float32
-    _run().work.masked += condition.data.ndim == 2
+    if condition.data.ndim == 2:
+        _run().record("where", condition.data.size)
     return Tile(np.where(condition.data, _data(x), _data(y)).astype(_kind(dtype)), dtype, layout)
 
 
@@ -1328,6 +1482,7 @@ def _store(pointer, value, mask=None):
     flat, places, active = pointer.places(mask)
     data = np.broadcast_to(_data(value), active.shape)[active]
     flat[torch.from_numpy(places.astype(np.int64))] = torch.from_numpy(data.copy()).to(flat.dtype)
+    run.record_write(flat)
 
 
 def _split(x):
@@ -1383,6 +1538,9 @@ _GL = {
     "num_warps": lambda: _run().num_warps,
     "zeros": _zeros,
     "full": _full,
+    "zeros_like": _zeros_like,
+    "full_like": _full_like,
+    "expand_dims": _expand_dims,
     "arange": _arange,
     "convert_layout": _convert_layout,
     "max": _reduction(_largest),
@@ -1412,7 +1570,7 @@ _MBARRIER = {
     "expect": _expect,
     "arrive": _arrive,
     "wait": _wait,
-    "invalidate": lambda mbarrier: None,
+    "invalidate": _invalidate,
 }
 _TMA = {name: _tma_load for name in triton_private.TMA_LOAD}
 _TMA |= {name: _tma_store for name in triton_private.TMA_STORE} | {"store_wait": _store_wait}
@@ -1519,3 +1677,5 @@ def _launch(jit, args, grid, kwargs):
                     program.finish()
     finally:
         _running = outer
+    written = _active.work.written
+    written |= {place: (now, now.clone()) for place, (now, _) in written.items()}

@@ -171,7 +171,14 @@ def test_a_program_may_not_end_while_a_store_reads():
 
 
 @gluon.jit
-def _product_kernel(x_desc, y_desc, WAIT: gl.constexpr, SPOIL: gl.constexpr, LAYOUT: gl.constexpr):
+def _product_kernel(
+    x_desc,
+    y_desc,
+    WAIT: gl.constexpr,
+    SPOIL: gl.constexpr,
+    STORE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     a = gl.allocate_shared_memory(x_desc.dtype, [64, 64], x_desc.layout)
     out = gl.allocate_shared_memory(x_desc.dtype, [64, 64], x_desc.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -186,6 +193,8 @@ def _product_kernel(x_desc, y_desc, WAIT: gl.constexpr, SPOIL: gl.constexpr, LAY
         mbarrier.expect(bar, x_desc.block_type.nbytes)
         async_load(x_desc, [64, 0], bar, a)
         mbarrier.wait(bar, 1)
+    if STORE:
+        a.store(zero.to(gl.float16))
     if WAIT:
         c = warpgroup_mma_wait(0, [c])
     out.store(c.to(gl.float16))
@@ -194,10 +203,11 @@ def _product_kernel(x_desc, y_desc, WAIT: gl.constexpr, SPOIL: gl.constexpr, LAY
     tma.store_wait(pendings=0)
 
 
-def product(seed, WAIT=True, SPOIL=False):
+def product(seed, WAIT=True, SPOIL=False, STORE=False):
     x, y = torch.randn(128, 64).half(), torch.empty(64, 64).half()
     descs = described(x, [64, 64]), described(y, [64, 64])
-    work = run(_product_kernel, *descs, seed=seed, WAIT=WAIT, SPOIL=SPOIL, LAYOUT=ACC)
+    options = dict(WAIT=WAIT, SPOIL=SPOIL, STORE=STORE, LAYOUT=ACC)
+    work = run(_product_kernel, *descs, seed=seed, **options)
     return (x[:64].float() @ x[:64].float()).half(), y, work
 
 
@@ -206,6 +216,22 @@ def test_a_product(seed):
     want, got, work = product(seed)
     assert torch.allclose(want, got, atol=0.05)
     assert work.flops == 2 * 64**3
+    assert [(e.what, e.loads, e.products, e.stores) for e in work.events if e.what != "wait"] == [
+        ("load", 0, 0, 0),
+        ("product", 0, 0, 0),
+        ("product wait", 0, 1, 0),
+        ("store", 0, 0, 0),
+        ("store wait", 0, 0, 1),
+    ]
+    assert work.is_as_written(got)
+    got[0, 0] += 1
+    assert not work.is_as_written(got)
+    assert not work.is_as_written(got.clone())
+
+
+def test_nobody_stores_into_what_a_product_reads():
+    with pytest.raises(ge.GluonError, match=r"a.store: the product of line \d+ is in flight"):
+        product(LATE, STORE=True)
 
 
 def test_a_product_reads_its_operands_until_it_is_waited_for():
@@ -222,6 +248,46 @@ def test_a_product_in_flight_has_no_numbers(seed):
 
 
 # ---------------------------------------------------------------- partitions
+
+
+@gluon.jit
+def _multiply(x, LAYOUT: gl.constexpr):
+    zero = gl.zeros([64, 64], gl.float32, LAYOUT)
+    warpgroup_mma(x, x, zero, use_acc=False)
+
+
+@gluon.jit
+def _nothing():
+    pass
+
+
+@gluon.jit
+def _registers_kernel(LAYOUT: gl.constexpr, SHARED: gl.constexpr, REGISTERS: gl.constexpr):
+    x = gl.allocate_shared_memory(gl.float16, [64, 64], SHARED)
+    gl.warp_specialize([(_nothing, ()), (_multiply, (x, LAYOUT))], [4], [REGISTERS])
+
+
+def test_products_need_registers():
+    shared = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
+    run(_registers_kernel, LAYOUT=ACC, SHARED=shared, REGISTERS=40)
+    with pytest.raises(ge.GluonError, match="_multiply has 24 registers .* in flight hold 32"):
+        run(_registers_kernel, LAYOUT=ACC, SHARED=shared, REGISTERS=24)
+
+
+@gluon.jit
+def _twice_kernel(INVALIDATE: gl.constexpr):
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    if INVALIDATE:
+        mbarrier.invalidate(bar)
+    mbarrier.init(bar, count=2)
+    mbarrier.arrive(bar, count=2)
+
+
+def test_a_barrier_is_initialised_once():
+    run(_twice_kernel, INVALIDATE=True)
+    with pytest.raises(ge.GluonError, match="bar: initialised a second time"):
+        run(_twice_kernel, INVALIDATE=False)
 
 
 @gluon.jit
@@ -292,6 +358,25 @@ def test_a_product_and_a_sum_are_fused(fma):
     run(_residual_kernel, x, y, 0.1803368, FMA=fma, LAYOUT=BLOCKED)
     assert bool((y != 0).all()), "x * c - round(x * c) is what rounding took away"
     assert float(y.abs().max()) < 2**15
+
+
+@gluon.jit
+def _matrix_kernel(y_ptr, FUSED: gl.constexpr, LAYOUT: gl.constexpr):
+    rows = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+    x = gl.full([16, 32], 2.0, gl.float32, LAYOUT)
+    y = gl.zeros_like(x) + gl.full_like(x, 3.0)
+    m = gl.expand_dims(gl.sum(x, 1), 1)
+    x = x * y - m if FUSED else (x - m) * y
+    gl.store(y_ptr + rows, gl.max(x, 1))
+
+
+@pytest.mark.parametrize(("fused", "want", "operations"), [(True, -58, 2), (False, -186, 3)])
+def test_arithmetic_on_matrices_is_counted(fused, want, operations):
+    y = torch.empty(16)
+    layout = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    work = run(_matrix_kernel, y, FUSED=fused, LAYOUT=layout)
+    assert y.tolist() == [want] * 16
+    assert work.amount("arithmetic") == operations * 16 * 32
 
 
 @gluon.jit
