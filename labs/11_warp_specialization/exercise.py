@@ -687,8 +687,8 @@ def schedule(n_m, n_heads, programs, group, lengths):
         n_m: tiles of a head; n_heads: B * H.
         programs: from 1 to n_m * n_heads; each gets a tile at least.
         group: heads whose keys and values stay in the cache together. The tiles of one group are
-            handed out before those of the next; within it the longest first, and of the same
-            length head by head.
+            handed out before those of the next; within it the longest first, one of each head in
+            turn. Where all are alike, head by head.
         lengths: (n_m,) how long a tile m takes, in any unit; all alike where it is not causal.
 
     Returns:

@@ -457,6 +457,34 @@ STEP_3 = [
         "    lse = s.logsumexp(-1)\n"
         "    return ((s - lse[..., None]).exp() @ v.float()).to(q.dtype), lse",
     ),
+    waste(
+        "no-copies-ahead",
+        3,
+        FILL,
+        "test_producer_consumer_copies_ahead",
+        "the producer waits for each copy before it starts the next (handout section 4)",
+        (
+            "full.index(stage), tiles.index(stage))\n",
+            "full.index(stage), tiles.index(stage))\n"
+            "        mbarrier.wait(full.index(stage), uses & 1)\n",
+        ),
+    ),
+    bug(
+        "consumers-with-the-producers-registers",
+        3,
+        SIMPLE,
+        "test_producer_consumer",
+        "the second consumer has 24 registers a thread (handout section 4)",
+        ("[240, 24]", "[24, 24]"),
+    ),
+    waste(
+        "inputs-always-copied",
+        3,
+        "_for_tma",
+        "test_producer_consumer_layouts",
+        "q, k and v are copied, whether TMA can read them or not",
+        ("        return x\n", "        pass\n"),
+    ),
 ]
 
 STEP_4 = [
@@ -730,6 +758,100 @@ STEP_4 = [
             "        s, acc = warpgroup_mma_wait(0, [s, acc])  # (ROWS, BLOCK_N)\n",
         ),
     ),
+    waste(
+        "wait-behind-the-product",
+        4,
+        STEP,
+        "test_overlap_softmax_stays_in_front",
+        "V is waited for behind the product, and so is the softmax (handout section 5)",
+        (
+            "        _take(v_ring, i, BLOCK_N, D, STAGES)\n"
+            "        acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)\n",
+            "        acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)\n"
+            "        _take(v_ring, i, BLOCK_N, D, STAGES)\n",
+        ),
+    ),
+    waste(
+        "no-turns",
+        4,
+        OVERLAP,
+        "test_overlap_ping_pong",
+        "the consumers never take turns (handout section 5)",
+        (
+            "D, BLOCK_N, CONSUMERS, STAGES, S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, 0,",
+            "D, BLOCK_N, CONSUMERS, STAGES, S_LAYOUT, O_LAYOUT, CAUSAL, False, 0,",
+        ),
+        (
+            "D, BLOCK_N, CONSUMERS, STAGES, S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, 1,",
+            "D, BLOCK_N, CONSUMERS, STAGES, S_LAYOUT, O_LAYOUT, CAUSAL, False, 1,",
+        ),
+    ),
+    waste(
+        "always-turns",
+        4,
+        "attention_overlap",
+        "test_overlap_ping_pong",
+        "the consumers take turns, whatever the caller says",
+        ("PING_PONG=bool(ping_pong)", "PING_PONG=True"),
+    ),
+    waste(
+        "turn-behind-the-product",
+        4,
+        STEP,
+        "test_overlap_ping_pong",
+        "the turn is waited for when Q @ K is on its way already (handout section 5)",
+        ("        _begin_turn(order, i, WG, PING_PONG)\n", ""),
+        (
+            "s, use_acc=False, is_async=True)\n",
+            "s, use_acc=False, is_async=True)\n        _begin_turn(order, i, WG, PING_PONG)\n",
+        ),
+    ),
+    waste(
+        "turn-ends-between-products",
+        4,
+        STEP,
+        "test_overlap_ping_pong",
+        "the turn ends before P @ V has started (handout section 5)",
+        ("        _end_turn(order, WG, CONSUMERS, PING_PONG)\n", ""),
+        (
+            "s, use_acc=False, is_async=True)\n",
+            "s, use_acc=False, is_async=True)\n"
+            "        _end_turn(order, WG, CONSUMERS, PING_PONG)\n",
+        ),
+    ),
+    waste(
+        "first-product-without-a-turn",
+        4,
+        CONSUME_TILE,
+        "test_overlap_ping_pong",
+        "block 0's product waits for no turn (handout section 5)",
+        ("        _begin_turn(order, first, WG, PING_PONG)\n", ""),
+    ),
+    waste(
+        "shortest-first",
+        4,
+        OVERLAP,
+        "test_overlap_longest_first",
+        "the shortest tiles of a head come first, and the longest end alone",
+        ("            m = n_m - 1 - m", "            m = m"),
+    ),
+    cheat(
+        "overlap-overwritten",
+        4,
+        "test_overlap",
+        "the kernel runs, and PyTorch writes its own result over the kernel's",
+        "_with_kernel = attention_overlap\n\n\n"
+        "def attention_overlap(q, k, v, causal=False, scale=None, **options):\n"
+        "    out, lse = _with_kernel(q, k, v, causal, scale, **options)\n"
+        "    s = q.double() @ k.double().mT * (q.shape[-1] ** -0.5 if scale is None else scale)\n"
+        "    if causal:\n"
+        "        s = s.masked_fill(torch.ones_like(s).triu(1) > 0, -math.inf)\n"
+        "    m = s.max(-1, keepdim=True).values\n"
+        "    p = (s - m).exp()\n"
+        "    lse.copy_(m[..., 0] + p.sum(-1).log())\n"
+        "    out.copy_((p / p.sum(-1, keepdim=True)) @ v.double())\n"
+        "    return out, lse",
+    ),
 ]
 
 STEP_5 = [
@@ -957,6 +1079,91 @@ STEP_5 = [
         "    if key not in _KEPT:\n"
         "        _KEPT[key] = attention_persistent(q, k, v, causal, scale)\n"
         "    return _KEPT[key]",
+    ),
+    waste(
+        "list-backwards",
+        5,
+        "",
+        "test_hopper_attention_walks_its_list",
+        "a program walks its list from the end, the shortest tiles first",
+        *[
+            (
+                f"tile = gl.load(schedule_ptr + start)\n        first = 0{comment}\n"
+                "        for place in range(start, stop):\n"
+                "            upcoming = gl.load(schedule_ptr + gl.minimum(place + 1, stop - 1))",
+                f"tile = gl.load(schedule_ptr + stop - 1)\n        first = 0{comment}\n"
+                "        for place in range(start, stop):\n"
+                "            upcoming = gl.load(\n"
+                "                schedule_ptr + gl.maximum(stop - 2 - (place - start), start)\n"
+                "            )",
+            )
+            for comment in (
+                "  # tiles of K, and of V, before this tile of Q: it says stage and phase",
+                "",
+            )
+        ],
+    ),
+    waste(
+        "list-ignored",
+        5,
+        "",
+        "test_hopper_attention_walks_its_list",
+        "tiles are taken in turn, whatever the schedule says (handout section 6)",
+        (
+            "            m = tile % n_m\n            head = tile // n_m\n            n_full,",
+            "            tile = gl.program_id(0) + (place - start) * gl.num_programs(0)\n"
+            "            m = tile % n_m\n            head = tile // n_m\n            n_full,",
+        ),
+        (
+            "            m = tile % n_m\n            head = tile // n_m\n            first +=",
+            "            tile = gl.program_id(0) + (place - start) * gl.num_programs(0)\n"
+            "            m = tile % n_m\n            head = tile // n_m\n            first +=",
+        ),
+    ),
+    waste(
+        "store-waited-at-once",
+        5,
+        WRITE,
+        "test_hopper_attention_computes_while_it_stores",
+        "a tile's store is waited for before the next tile begins (handout section 6)",
+        (
+            "        async_store(out_desc, [b, h, row, 0], o_s)  # rows beyond T are dropped\n",
+            "        async_store(out_desc, [b, h, row, 0], o_s)  # rows beyond T are dropped\n"
+            "        tma.store_wait(pendings=0)\n",
+        ),
+    ),
+    waste(
+        "q-of-one-tile",
+        5,
+        "",
+        "test_hopper_attention_copies_ahead",
+        "the next Q starts when the last product with this one has ended (handout section 6)",
+        ("_ring(q_desc, 2 * CONSUMERS, 1),", "_ring(q_desc, CONSUMERS, 1),"),
+        ("turn * CONSUMERS + w, 2 * CONSUMERS)", "turn * CONSUMERS + w, CONSUMERS)"),
+        (
+            "turn * CONSUMERS + WG, ROWS, D, 2 * CONSUMERS)",
+            "turn * CONSUMERS + WG, ROWS, D, CONSUMERS)",
+        ),
+        (
+            "_give_back(q_ring, turn * CONSUMERS + WG, 2 * CONSUMERS)",
+            "_give_back(q_ring, turn * CONSUMERS + WG, CONSUMERS)",
+        ),
+    ),
+    waste(
+        "fused-ignored",
+        5,
+        LAUNCH,
+        "test_hopper_attention_fused_is_one_operation_a_score",
+        "fused is not handed to the kernel",
+        ("FUSED=bool(fused)", "FUSED=False"),
+    ),
+    waste(
+        "best-never-takes-turns",
+        5,
+        LAUNCH,
+        "test_hopper_attention_ping_pong",
+        "ping_pong is not handed to the kernel",
+        ("PING_PONG=bool(ping_pong)", "PING_PONG=False"),
     ),
 ]
 
