@@ -173,3 +173,30 @@ def test_snippets_run(lab, tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+# ---------------------------------------------------------------- the harness
+
+
+def imported_modules(file: Path) -> set[str]:
+    """Modules of the harness and the loader that a file imports, other than for type checkers."""
+    found, trees = set(), [ast.parse(file.read_text())]
+    while trees:
+        node = trees.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        trees += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("labs"):
+            found |= {node.module.rpartition(".")[2], *(name.name for name in node.names)}
+    return found
+
+
+def test_imports_of_the_harness_run_one_way():
+    page = (LABS / "_harness" / "README.md").read_text()
+    listed = re.findall(r"^\| `(?:\.\./)?(\w+)(?:\.py)?` \|", page, re.MULTILINE)
+    files = {file.stem: file for file in (LABS / "_harness").glob("[!_]*.py")}
+    files["_impl"] = LABS / "_impl.py"
+    assert sorted(listed) == sorted(files), "the table in labs/_harness/README.md has each module"
+    for number, name in enumerate(listed):
+        below = imported_modules(files[name]) & set(listed[number:])
+        assert not below, f"{name} imports {', '.join(sorted(below))}, which stands below it"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from labs._harness import gluon_emulator
+from labs._harness import gluon_emulator, gluon_program
 from labs._harness.bench import Check, Provider, Sweep, attention_error, sdpa
 from labs._impl import LoadError
 
@@ -103,7 +103,7 @@ def _configurations(ws, D, causal) -> list[Provider]:
         fits = [
             stages
             for stages in (2, 3, 4)
-            if shared_memory(D, block_n, stages) <= gluon_emulator.SHARED_LIMIT
+            if shared_memory(D, block_n, stages) <= gluon_program.SHARED_LIMIT
         ]
         flags = itertools.product((True, False), (False, True))
         for stages, (ping_pong, fused) in itertools.product(fits[-2:], list(flags)):

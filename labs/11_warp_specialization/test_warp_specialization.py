@@ -14,7 +14,7 @@ import math
 import pytest
 import torch
 
-from labs._harness import gluon_emulator, memory, oracle
+from labs._harness import gluon_emulator, gluon_values, memory, oracle
 from labs._harness.cases import check_compiles, fenced_qkv, needs_compiler, step
 
 STEPS = {
@@ -62,7 +62,7 @@ def named(where):
     """A failure within the block also says where it happened."""
     try:
         yield
-    except (AssertionError, gluon_emulator.GluonError) as error:
+    except (AssertionError, gluon_values.GluonError) as error:
         place = (
             "on the card" if where == CARD else f"in the emulator, {SEEDS[where]} (seed {where})"
         )
@@ -309,7 +309,7 @@ def check_attention_rejects(lab, call, q, k, v):
             call(q, k, v, scale=scale)
 
 
-# What a program's partitions did, in order (labs/_harness/gluon_emulator.py, Event).
+# What a program's partitions did, in order (labs/_harness/gluon_program.py, Event).
 
 
 def consumers(work):

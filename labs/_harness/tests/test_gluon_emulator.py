@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from labs._harness import gluon_emulator as ge
-from labs._harness import triton_private
+from labs._harness import gluon_memory, triton_private
+from labs._harness.gluon_values import Deadlock, GluonError, Int, Unsupported, rounded
 
 if ge.unavailable():
     pytest.skip(str(ge.unavailable()), allow_module_level=True)
@@ -44,7 +45,7 @@ def run(kernel, *args, seed=LATE, grid=(1,), **constants):
 
 
 def test_a_barrier_counts_arrivals_and_bytes():
-    bar = ge.Barrier(count=2, pending=2)
+    bar = gluon_memory.Barrier(count=2, pending=2)
     bar.arrive(1, "bar")
     assert (bar.phase, bar.pending) == (0, 1)
     bar.bytes += 64
@@ -53,7 +54,7 @@ def test_a_barrier_counts_arrivals_and_bytes():
     bar.bytes -= 64
     bar.settle()
     assert (bar.phase, bar.pending) == (1, 2), "the next phase wants its arrivals anew"
-    with pytest.raises(ge.GluonError, match="arrives twice"):
+    with pytest.raises(GluonError, match="arrives twice"):
         bar.arrive(3, "bar")
 
 
@@ -69,12 +70,12 @@ def _parity_kernel(PARITY: gl.constexpr, ARRIVALS: gl.constexpr):
 @pytest.mark.parametrize(("arrivals", "passes"), [(0, 1), (1, 0), (2, 1), (3, 0)])
 def test_a_wait_passes_for_the_phase_that_does_not_run(arrivals, passes):
     run(_parity_kernel, PARITY=passes, ARRIVALS=arrivals)
-    with pytest.raises(ge.Deadlock, match=f"parity {1 - passes} of bar"):
+    with pytest.raises(Deadlock, match=f"parity {1 - passes} of bar"):
         run(_parity_kernel, PARITY=1 - passes, ARRIVALS=arrivals)
 
 
 def test_a_parity_is_0_or_1():
-    with pytest.raises(ge.GluonError, match="phase & 1"):
+    with pytest.raises(GluonError, match="phase & 1"):
         run(_parity_kernel, PARITY=2, ARRIVALS=0)
 
 
@@ -130,7 +131,7 @@ def copied(seed=LATE, row=0, rows=64, **changes):
 
 
 def test_tma_does_not_see_a_barrier_that_was_not_fenced():
-    with pytest.raises(ge.GluonError, match="no fence_async_shared since it was initialised"):
+    with pytest.raises(GluonError, match="no fence_async_shared since it was initialised"):
         copied(READY=False)
 
 
@@ -163,7 +164,7 @@ def test_tma_sees_what_was_written_before_a_fence(seed):
 
 
 def test_a_program_may_not_end_while_a_store_reads():
-    with pytest.raises(ge.GluonError, match="store_wait"):
+    with pytest.raises(GluonError, match="store_wait"):
         copied(END=False)
 
 
@@ -230,7 +231,7 @@ def test_a_product(seed):
 
 
 def test_nobody_stores_into_what_a_product_reads():
-    with pytest.raises(ge.GluonError, match=r"a.store: the product of line \d+ is in flight"):
+    with pytest.raises(GluonError, match=r"a.store: the product of line \d+ is in flight"):
         product(LATE, STORE=True)
 
 
@@ -243,7 +244,7 @@ def test_a_product_reads_its_operands_until_it_is_waited_for():
 
 @every_mood
 def test_a_product_in_flight_has_no_numbers(seed):
-    with pytest.raises(ge.GluonError, match=r"product of line \d+ is in flight"):
+    with pytest.raises(GluonError, match=r"product of line \d+ is in flight"):
         product(seed, WAIT=False)
 
 
@@ -270,7 +271,7 @@ def _registers_kernel(LAYOUT: gl.constexpr, SHARED: gl.constexpr, REGISTERS: gl.
 def test_products_need_registers():
     shared = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
     run(_registers_kernel, LAYOUT=ACC, SHARED=shared, REGISTERS=40)
-    with pytest.raises(ge.GluonError, match="_multiply has 24 registers .* in flight hold 32"):
+    with pytest.raises(GluonError, match="_multiply has 24 registers .* in flight hold 32"):
         run(_registers_kernel, LAYOUT=ACC, SHARED=shared, REGISTERS=24)
 
 
@@ -286,7 +287,7 @@ def _twice_kernel(INVALIDATE: gl.constexpr):
 
 def test_a_barrier_is_initialised_once():
     run(_twice_kernel, INVALIDATE=True)
-    with pytest.raises(ge.GluonError, match="bar: initialised a second time"):
+    with pytest.raises(GluonError, match="bar: initialised a second time"):
         run(_twice_kernel, INVALIDATE=False)
 
 
@@ -325,7 +326,7 @@ def test_partitions_take_turns(seed):
 @every_mood
 def test_a_deadlock_says_who_waits_for_what(seed):
     log = torch.full((20,), -1, dtype=torch.int32)
-    with pytest.raises(ge.Deadlock) as caught:
+    with pytest.raises(Deadlock) as caught:
         run(_turns_kernel, log, seed=seed, ROUNDS=10, FORGETS=True)
     text = str(caught.value)
     assert re.search(r"_ping 0, line \d+: waits for parity 0 of order\[0\]", text), text
@@ -334,7 +335,7 @@ def test_a_deadlock_says_who_waits_for_what(seed):
 
 def test_an_error_in_a_partition_ends_the_others():
     log = torch.full((1,), -1, dtype=torch.int32)
-    with pytest.raises(ge.GluonError, match="element 1 of log_ptr, which has 1"):
+    with pytest.raises(GluonError, match="element 1 of log_ptr, which has 1"):
         run(_turns_kernel, log, ROUNDS=10, FORGETS=False)
 
 
@@ -393,7 +394,7 @@ def test_two_layouts_do_not_meet():
     y = torch.empty(64, dtype=torch.int32)
     run(_layouts_kernel, y, A=BLOCKED, B=other, CONVERT=True)
     assert y.tolist() == [2 * i for i in range(64)]
-    with pytest.raises(ge.GluonError, match="different layouts"):
+    with pytest.raises(GluonError, match="different layouts"):
         run(_layouts_kernel, y, A=BLOCKED, B=other, CONVERT=False)
 
 
@@ -427,7 +428,7 @@ def test_pairs_of_halves_in_words(order, columns):
 
 def test_other_assembler_is_refused():
     x, y = torch.randn(128, 4), torch.zeros(128, 4, dtype=torch.float16)
-    with pytest.raises(ge.Unsupported, match=r"does not know this assembler: add\.f32"):
+    with pytest.raises(Unsupported, match=r"does not know this assembler: add\.f32"):
         run(_words_kernel, x, y, ROWS=128, ASM="add.f32 $0, $1, $2;", LAYOUT=MATRIX)
 
 
@@ -444,25 +445,25 @@ def test_sums_in_parts():
     x, y = torch.randn(128, 16), torch.zeros(128)
     run(_parts_kernel, x, y, LAYOUT=MATRIX, SIDES=[128, 2, 4, 2])
     torch.testing.assert_close(y, x.sum(1))
-    with pytest.raises(ge.GluonError, match="has other elements than"):
+    with pytest.raises(GluonError, match="has other elements than"):
         run(_parts_kernel, x, y, LAYOUT=MATRIX, SIDES=[128, 2, 4, 4])
 
 
 def test_integers_are_those_of_a_card():
-    assert ge.Int(-7) // 2 == -3
-    assert ge.Int(-7) % 2 == -1
-    assert (ge.Int(1 << 20).to(gl.int64) * (1 << 20)).bits == 64
-    with pytest.raises(ge.GluonError, match="does not fit an int32"):
-        ge.Int(1 << 20) * (1 << 20)
-    assert 5 - ge.Int(2) == 3
-    assert isinstance(2 * ge.Int(2), ge.Int)
+    assert Int(-7) // 2 == -3
+    assert Int(-7) % 2 == -1
+    assert (Int(1 << 20).to(gl.int64) * (1 << 20)).bits == 64
+    with pytest.raises(GluonError, match="does not fit an int32"):
+        Int(1 << 20) * (1 << 20)
+    assert 5 - Int(2) == 3
+    assert isinstance(2 * Int(2), Int)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_numbers_are_rounded_to_nearest_even(dtype):
     x = torch.randn(10_000) * 100
     want = x.to(getattr(torch, dtype)).float().numpy()
-    assert np.array_equal(ge.rounded(x.numpy(), getattr(gl, dtype)), want)
+    assert np.array_equal(rounded(x.numpy(), getattr(gl, dtype)), want)
 
 
 # ---------------------------------------------------------------- refusals
@@ -476,7 +477,7 @@ def _large_kernel(N: gl.constexpr, LAYOUT: gl.constexpr):
 def test_shared_memory_is_limited():
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
     run(_large_kernel, N=1024, LAYOUT=layout)
-    with pytest.raises(ge.GluonError, match="262,144 bytes"):
+    with pytest.raises(GluonError, match="262,144 bytes"):
         run(_large_kernel, N=2048, LAYOUT=layout)
 
 
@@ -486,7 +487,7 @@ def _unknown_kernel(y_ptr, LAYOUT: gl.constexpr):
 
 
 def test_what_is_not_emulated_says_so():
-    with pytest.raises(ge.Unsupported, match="no language.histogram"):
+    with pytest.raises(Unsupported, match="no language.histogram"):
         run(_unknown_kernel, torch.empty(64), LAYOUT=BLOCKED)
 
 
