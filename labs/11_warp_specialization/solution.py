@@ -575,7 +575,8 @@ if gluon is not None:
         s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)  # (ROWS, BLOCK_N)
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
         v = _view(v_ring, i - 1, BLOCK_N, D, STAGES)  # (BLOCK_N, D)
-        acc = warpgroup_mma(_unpack(p, v.dtype, acc.type.layout), v, acc, is_async=True)
+        O_LAYOUT: gl.constexpr = acc.type.layout
+        acc = warpgroup_mma(_unpack(p, v.dtype, O_LAYOUT), v, acc, is_async=True)
         _end_turn(order, WG, CONSUMERS, PING_PONG)
         s = warpgroup_mma_wait(1, [s])  # (ROWS, BLOCK_N)
         _give_back(k_ring, i, STAGES)
