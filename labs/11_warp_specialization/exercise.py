@@ -399,14 +399,14 @@ if gluon is not None:
         return gl.inline_asm_elementwise(CONVERT, "=r,r,r", [first, second], gl.int32, True, 1)
 
     @gluon.jit
-    def _unpack(p, DTYPE: gl.constexpr, O_LAYOUT: gl.constexpr):
-        """_pack's words as the left operand of a product in O_LAYOUT: (ROWS, BLOCK_N)."""
+    def _unpack(p, DTYPE: gl.constexpr, acc):
+        """_pack's words as the left operand of a product that is added to acc: (ROWS, BLOCK_N)."""
         SPLIT: gl.constexpr = "mov.b32 {$0, $1}, $2;"
         KINDS: gl.constexpr = (gl.int16, gl.int16)
         halves = gl.inline_asm_elementwise(SPLIT, "=h,=h,r", [p], KINDS, True, 1)
         pairs = gl.join(halves[0], halves[1])  # (ROWS, BLOCK_N / 2, 2)
         bits = pairs.reshape([ROWS, p.shape[1] * 2])  # (ROWS, BLOCK_N)
-        P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+        P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, parent=acc.type.layout, k_width=2)
         return gl.convert_layout(bits.to(DTYPE, bitcast=True), P_LAYOUT)
 
     @gluon.jit

@@ -670,7 +670,7 @@ STEP_4 = [
         "test_overlap",
         "the last block's weights never meet their values",
         (
-            "        acc = warpgroup_mma(_unpack(p, v.dtype, O_LAYOUT), v, acc, is_async=True)\n",
+            "        acc = warpgroup_mma(_unpack(p, v.dtype, acc), v, acc, is_async=True)\n",
             "        acc = acc * 1.0\n",
         ),
     ),

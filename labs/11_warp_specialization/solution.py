@@ -483,14 +483,14 @@ if gluon is not None:
         return gl.inline_asm_elementwise(CONVERT, "=r,r,r", [first, second], gl.int32, True, 1)
 
     @gluon.jit
-    def _unpack(p, DTYPE: gl.constexpr, O_LAYOUT: gl.constexpr):
-        """_pack's words as the left operand of a product in O_LAYOUT: (ROWS, BLOCK_N)."""
+    def _unpack(p, DTYPE: gl.constexpr, acc):
+        """_pack's words as the left operand of a product that is added to acc: (ROWS, BLOCK_N)."""
         SPLIT: gl.constexpr = "mov.b32 {$0, $1}, $2;"
         KINDS: gl.constexpr = (gl.int16, gl.int16)
         halves = gl.inline_asm_elementwise(SPLIT, "=h,=h,r", [p], KINDS, True, 1)
         pairs = gl.join(halves[0], halves[1])  # (ROWS, BLOCK_N / 2, 2)
         bits = pairs.reshape([ROWS, p.shape[1] * 2])  # (ROWS, BLOCK_N)
-        P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+        P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, parent=acc.type.layout, k_width=2)
         return gl.convert_layout(bits.to(DTYPE, bitcast=True), P_LAYOUT)
 
     @gluon.jit
@@ -575,8 +575,7 @@ if gluon is not None:
         s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)  # (ROWS, BLOCK_N)
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
         v = _view(v_ring, i - 1, BLOCK_N, D, STAGES)  # (BLOCK_N, D)
-        O_LAYOUT: gl.constexpr = acc.type.layout
-        acc = warpgroup_mma(_unpack(p, v.dtype, O_LAYOUT), v, acc, is_async=True)
+        acc = warpgroup_mma(_unpack(p, v.dtype, acc), v, acc, is_async=True)
         _end_turn(order, WG, CONSUMERS, PING_PONG)
         s = warpgroup_mma_wait(1, [s])  # (ROWS, BLOCK_N)
         _give_back(k_ring, i, STAGES)
@@ -675,7 +674,7 @@ if gluon is not None:
         _give_back(q_ring, turn * CONSUMERS + WG, 2 * CONSUMERS)
         last = first + n_blocks - 1
         v = _view(v_ring, last, BLOCK_N, D, STAGES)  # (BLOCK_N, D)
-        acc = warpgroup_mma(_unpack(p, v.dtype, O_LAYOUT), v, acc, is_async=True)
+        acc = warpgroup_mma(_unpack(p, v.dtype, acc), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)
         _give_back(v_ring, last, STAGES)
         l_i = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)  # (ROWS,)
