@@ -96,9 +96,11 @@ def check_equal(x, y):
     wrong = ~(y == x)
     if wrong.any():
         row, col = (int(i) for i in wrong.nonzero()[0])
+        got = float(y[row, col])
+        why = " (NaN: it had not arrived yet, or was never stored)" if math.isnan(got) else ""
         raise AssertionError(
             f"{int(wrong.sum())} of {x.numel()} elements differ, the first at [{row}, {col}]: got "
-            f"{float(y[row, col]):.6g}, want {float(x[row, col]):.6g} (NaN: it has not arrived yet)"
+            f"{got:.6g}, want {float(x[row, col]):.6g}{why}"
         )
 
 

@@ -33,7 +33,8 @@ class Barrier:
         if count > self.pending:
             raise GluonError(
                 f"{name}: {count} more arrivals in a phase that wants {self.pending} of "
-                f"{self.count}: somebody arrives twice, or init has too small a count"
+                f"{self.count}: somebody arrives twice, init has too small a count, or a loop came "
+                "round before this phase was complete (is there a wait, for this round's parity?)"
             )
         self.pending -= count
         self.settle()
@@ -115,7 +116,12 @@ class Shared:
         return self.memory.data[self.places]
 
     def barrier(self) -> Barrier:
-        if self.memory.barriers is None or self.places.size != 1:
+        if self.memory.barriers is None:
+            raise GluonError(
+                f"{self.name} is no mbarrier but {self.dtype}: allocate it as gl.int64 with "
+                "mbarrier.MBarrierLayout()"
+            )
+        if self.places.size != 1:
             raise GluonError(f"{self.name} {self.shape} is not one mbarrier: index it first")
         return self.memory.barriers[int(self.places.reshape(-1)[0])]
 

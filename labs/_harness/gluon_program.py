@@ -350,7 +350,9 @@ class Program:
             shared, parity = p.waits_for
             bar = shared.ready()
             lacks = f"{bar.pending} of {bar.count} arrivals"
-            lacks += f" and {bar.bytes:,} bytes" if bar.bytes else ""
+            lacks += f" and {bar.bytes:,} bytes" if bar.bytes > 0 else ""
+            if bar.bytes < 0:
+                lacks += f"; {-bar.bytes:,} bytes more have landed than were expected"
             lines.append(
                 f"{p.name}, line {p.line}: waits for parity {parity} of {shared.name}, whose phase "
                 f"{bar.phase} lacks {lacks}"
@@ -457,7 +459,8 @@ class Program:
             load = self.loads[0]
             raise GluonError(
                 f"program {self.pid} ends while a TMA load into {load.target.name} is in flight: "
-                f"nobody has waited for it on {load.barrier.name}"
+                f"nobody has waited for it on {load.barrier.name} (a wait for the other parity "
+                "passes at once)"
             )
 
 

@@ -54,7 +54,7 @@ def test_a_barrier_counts_arrivals_and_bytes():
     bar.bytes -= 64
     bar.settle()
     assert (bar.phase, bar.pending) == (1, 2), "the next phase wants its arrivals anew"
-    with pytest.raises(GluonError, match="arrives twice"):
+    with pytest.raises(GluonError, match=r"arrives twice.*or a loop came round"):
         bar.arrive(3, "bar")
 
 
@@ -88,6 +88,7 @@ def _copy_kernel(
     y_desc,
     row,
     READY: gl.constexpr,
+    EXPECT: gl.constexpr,
     WAIT: gl.constexpr,
     FENCE: gl.constexpr,
     END: gl.constexpr,
@@ -99,7 +100,8 @@ def _copy_kernel(
     mbarrier.init(bar, count=1)
     if READY:
         fence_async_shared()
-    mbarrier.expect(bar, x_desc.block_type.nbytes)
+    if EXPECT:
+        mbarrier.expect(bar, x_desc.block_type.nbytes)
     async_load(x_desc, [row, 0], bar, tile)
     if WAIT:
         mbarrier.wait(bar, 0)
@@ -117,7 +119,7 @@ def _copy_kernel(
 
 def copied(seed=LATE, row=0, rows=64, **changes):
     x, y = torch.randn(rows, 64).half(), torch.full((rows, 64), 7.0).half()
-    options = dict(READY=True, WAIT=True, FENCE=True, END=True)
+    options = dict(READY=True, EXPECT=True, WAIT=True, FENCE=True, END=True)
     options |= dict(THROUGH_REGISTERS=False, LAYOUT=ACC)
     work = run(
         _copy_kernel,
@@ -135,12 +137,36 @@ def test_tma_does_not_see_a_barrier_that_was_not_fenced():
         copied(READY=False)
 
 
+@gluon.jit
+def _half_barrier_kernel(INDEX: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    words = gl.allocate_shared_memory(gl.int32, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bars if INDEX else words, count=1)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (False, r"words is no mbarrier but int32: allocate it as gl\.int64"),
+        (True, "index it first"),
+    ],
+)
+def test_what_is_no_mbarrier(index, message):
+    with pytest.raises(GluonError, match=message):
+        run(_half_barrier_kernel, INDEX=index)
+
+
 @every_mood
 def test_a_copy(seed):
     x, y, work = copied(seed)
     assert torch.equal(x, y)
     assert (work.bytes_loaded, work.bytes_stored, work.programs) == (8192, 8192, 1)
     assert work.shared == 8192 + 8
+
+
+def test_bytes_that_nobody_expected():
+    with pytest.raises(Deadlock, match="8,192 bytes more have landed than were expected"):
+        copied(EXPECT=False)
 
 
 def test_rows_outside_are_zeros_and_dropped():
