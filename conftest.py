@@ -60,6 +60,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    steps.check_folders(config.args)
     config.option.mutants |= bool(config.option.mutant)
     try:
         _impl.set_default(config.getoption("impl"))

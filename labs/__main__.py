@@ -10,7 +10,7 @@ from labs._impl import LoadError
 
 # command -> (module of labs._harness with add_arguments(parser) and run(args) -> exit code, help)
 COMMANDS = {
-    "board": ("steps", "the board of all labs from the last pytest run (also without a command)"),
+    "board": ("steps", "the board of the labs from their last pytest run (also without a command)"),
     "doctor": ("doctor", "check this machine: versions, card, what runs where, a self-test"),
     "bench": ("bench", "benchmark a lab on this card; without a GPU, count instead of timing"),
     "xray": ("xray", "compile a lab's kernels for NVIDIA cards that are not here"),

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import json
 import linecache
+import os
 import re
 import traceback
 from collections import Counter, defaultdict
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from labs._impl import LABS, ROOT, LoadError, default_impl, labs, source_file
+from labs._impl import LABS, ROOT, LoadError, default_impl, find_lab, labs, source_file
 
 UNWRITTEN = re.compile(r"lab (\d+) step (\d+): write (\w+)")
 CACHE_KEY = "labs/board"
@@ -28,6 +30,7 @@ MESSAGE_LINES = 6  # of an exception that is not ours
 
 # What a test of a step can end as, beside pytest's own passed, failed and skipped.
 NOT_WRITTEN, NOT_LOADED, WAITING = "not written", "not loaded", "waiting"
+PARTLY = "partly run"  # state of a step: nothing is wrong in what ran, but not all of it ran
 
 
 def declared(lab: str) -> dict[int, str]:
@@ -71,6 +74,24 @@ def lab_of(path: Path) -> str | None:
         if re.match(r"\d\d_", folder.name):
             return folder.name
     return None
+
+
+def step_of(item: pytest.Item) -> tuple[str, int] | None:
+    """(lab, step) that a test belongs to, or None."""
+    marker, lab = item.get_closest_marker("step"), lab_of(item.path)
+    return (lab, marker.args[0]) if marker and lab else None
+
+
+def check_folders(args: list[str]) -> None:
+    """Raises pytest.UsageError for `pytest labs/06`: names the folder of the lab that is meant."""
+    for arg in args:
+        number = re.match(r"\d{1,2}(?=_|$)", Path(arg).name)
+        if number and not Path(arg).exists():
+            try:
+                meant = os.path.relpath(find_lab(number.group()))
+            except LoadError as error:
+                raise pytest.UsageError(str(error)) from None
+            raise pytest.UsageError(f"no folder {arg}; did you mean {meant}?")
 
 
 def unwritten(error: BaseException) -> str | None:
@@ -142,6 +163,8 @@ class StepResult:
     reason: str | None = None  # why the file does not load
     skips: Counter = field(default_factory=Counter)  # reasons of the tests that were skipped
     waits_for: int | None = None  # another step that some of its tests need first
+    of: int = 0  # tests that the step has, those that were not asked for included
+    file: str | None = None  # digest of the file that was tested
 
     @property
     def state(self) -> str:
@@ -153,6 +176,8 @@ class StepResult:
             return NOT_WRITTEN
         if self.outcomes[WAITING]:
             return WAITING
+        if 0 < sum(self.outcomes.values()) < self.of:
+            return PARTLY
         if self.outcomes["passed"]:
             return "passed"
         return "skipped" if self.outcomes["skipped"] else "not run"
@@ -164,24 +189,36 @@ class Steps:
     def __init__(self, config: pytest.Config):
         self.config = config
         self.results: dict[tuple[str, int], StepResult] = defaultdict(StepResult)
+        self.known: dict[tuple[str, int], set[str]] = defaultdict(set)  # tests of each step
         self.solved: list[str] = []  # what --expect-unsolved found wrong
 
     # -- while tests run (in the process that runs them)
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_make_collect_report(self):
+        """Notes every test of a module: a node id, -k or --lf drops tests only after this."""
+        outcome = yield
+        for item in outcome.get_result().result or ():
+            if isinstance(item, pytest.Item) and step_of(item):
+                self.known[step_of(item)].add(item.nodeid)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config, items):
         wanted = config.getoption("step")
         kept, dropped = [], []
         for item in items:
-            marker, lab = item.get_closest_marker("step"), lab_of(item.path)
-            if marker and lab:
-                item.user_properties += [("lab", lab), ("step", marker.args[0])]
+            key = step_of(item)
+            if key:
+                properties = {"lab": key[0], "step": key[1], "of": len(self.known[key])}
+                item.user_properties += properties.items()
                 item.repr_failure = functools.partial(self._repr_failure, item, item.repr_failure)
-            (kept if wanted is None or (marker and marker.args[0] in wanted) else dropped).append(
-                item
-            )
+            (kept if wanted is None or (key and key[1] in wanted) else dropped).append(item)
         if wanted and not kept and items:
-            raise pytest.UsageError(f"--step {wanted[0]}: no such step in what was collected")
+            lines = [f"--step {wanted[0]}: no such step in what was collected; the steps are:"]
+            for lab in sorted({lab_of(item.path) for item in items} - {None}):
+                names = ", ".join(f"{number} {name}" for number, name in declared(lab).items())
+                lines.append(f"  {lab}: {names}")
+            raise pytest.UsageError("\n".join(lines))
         if dropped:
             config.hook.pytest_deselected(items=dropped)
             items[:] = kept
@@ -234,6 +271,8 @@ class Steps:
             return
         key = properties["lab"], properties["step"]
         result = self.results[key]
+        result.of = properties["of"]
+        result.file = result.file or _digest(properties["lab"], default_impl())
         result.outcomes[properties.get("state", report.outcome)] += 1
         if report.skipped and report.longrepr:
             result.skips[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
@@ -300,7 +339,9 @@ class Steps:
                 merged = {**rows, **kept, **ran}
                 for line in render(lab, merged, default_impl(), terminalreporter.write_sep):
                     terminalreporter.write_line(line)
-                stored[lab] = {"impl": default_impl(), "rows": {**kept, **ran}}
+                new = worth_keeping(ran, old.get("rows", {}))
+                if new:
+                    stored[lab] = {"impl": default_impl(), "rows": {**kept, **new}}
             if cache is not None:
                 cache.set(CACHE_KEY, stored)
 
@@ -317,8 +358,31 @@ class Steps:
                     "first_failure": result.first_failure,
                     "reason": result.reason or _why(result.skips),
                     "waits_for": result.waits_for,
+                    "of": result.of,
+                    "file": result.file,
                 }
         return board
+
+
+def worth_keeping(ran: dict[str, dict], stored: dict[str, dict]) -> dict[str, dict]:
+    """The rows of this run that replace what is stored.
+
+    Some tests that pass say nothing about the others, so they replace no result of a whole step.
+    One that fails is the truth about the step, whatever the rest would do.
+    """
+    return {
+        number: row
+        for number, row in ran.items()
+        if row["state"] != PARTLY or stored.get(number, row)["state"] == PARTLY
+    }
+
+
+def _digest(lab: str, impl: str) -> str | None:
+    """Digest of the file under test, or None where there is no such file."""
+    try:
+        return hashlib.sha256(source_file(lab, impl).read_bytes()).hexdigest()
+    except LoadError:
+        return None
 
 
 def _why(skips: Counter) -> str | None:
@@ -338,34 +402,75 @@ def render(lab: str, rows: dict[str, dict], impl: str, section=None) -> list[str
         lines.append(title)
     names = declared(lab)
     width = max(map(len, names.values()), default=0)
-    todo = []
-    for number, name in names.items():
-        row = rows.get(str(number), {"state": "not run", "tests": {}})
-        state, tests = row["state"], row["tests"]
-        total = sum(tests.values())
-        note = ""
-        if state == "failing":
-            note = f"{tests['failed']} of {total} tests; first: {row['first_failure']}"
-        elif state == "passed":
-            note = f"{tests['passed']} tests"
-            if tests.get("skipped"):
-                note += f", {tests['skipped']} skipped: {_clip(row.get('reason'))}"
-        elif state == WAITING:
-            note = f"{tests.get('passed', 0)} tests passed, {tests[WAITING]} need step "
-            note += f"{row['waits_for']} first"
-        elif state == "skipped":
-            note = _clip(row.get("reason"))
+    shown = {n: rows.get(str(n), {"state": "not run", "tests": {}}) for n in names}
+    now = _digest(lab, impl)
+    todo, changed = [], []
+    for number, row in shown.items():
+        name, state, remarks = names[number], row["state"], []
         if row.get("earlier"):
-            note += " (an earlier run)"
+            remarks.append("an earlier run")
+        if now and row.get("file") not in (None, now):  # boards of old had no digest
+            remarks.append(f"before {_file_name(impl)} changed")
+            changed.append(number)
+        remark = f"({', '.join(remarks)})" if remarks else ""
+        note = f"{_note(row)} {remark}".strip()
         lines.append(f"  step {number}  {name:<{width}}  {state:<12} {note}".rstrip())
         if state not in ("passed", "skipped", WAITING):
-            todo.append((number, name, row))
-    if todo:  # what failed in this run comes before what did not run
-        ran = [entry for entry in todo if entry[2]["state"] != "not run"]
-        lines += ["", *_next(lab, impl, *(ran or todo)[0])]
-    elif all(rows.get(str(n), {}).get("state") == "passed" for n in names):
-        lines += ["", f"all steps pass{_after(lab)}"]
-    return lines
+            stale = number in changed  # then what is to be done is in the file, not in the row
+            todo.append((number, name, {**row, "state": "not run"} if stale else row))
+    return lines + _advice(lab, impl, shown, todo, changed)
+
+
+def _note(row: dict) -> str:
+    """What is beside a step's state on the board: how many tests, the first that failed, why."""
+    state, tests = row["state"], row["tests"]
+    ran, passed, skipped = sum(tests.values()), tests.get("passed", 0), tests.get("skipped", 0)
+    of = row.get("of") or ran
+    if state == "failing":
+        total = _tests(ran) if ran >= of else f"{_tests(ran)} run, {of} in all"
+        return f"{tests['failed']} of {total}; first: {row['first_failure']}"
+    if state == "passed":
+        more = f", {skipped} skipped: {_clip(row.get('reason'))}" if skipped else ""
+        return _tests(passed) + more
+    if state == PARTLY:
+        more = f", {skipped} skipped" if skipped else ""
+        return f"{passed} of {_tests(of)} passed{more}, the rest not run"
+    if state == WAITING:
+        need = f"{tests[WAITING]} {'needs' if tests[WAITING] == 1 else 'need'}"
+        return f"{_tests(passed)} passed, {need} step {row['waits_for']} first"
+    return _clip(row.get("reason")) if state == "skipped" else ""
+
+
+def _tests(n: int) -> str:
+    return "1 test" if n == 1 else f"{n} tests"
+
+
+def _advice(lab: str, impl: str, shown: dict, todo: list[tuple], changed: list[int]) -> list[str]:
+    """The lines that end a board: what to do next.
+
+    Args:
+        shown: step number -> row, of all steps.
+        todo: (number, name, row) of the steps that are not done.
+        changed: numbers of the steps that ran before the file was changed.
+    """
+    try:
+        file = source_file(lab, impl)
+    except LoadError as error:
+        return ["", f"next: {error}"]
+    ran = [number for number, row in shown.items() if row["state"] != "not run"]
+    since = f"{file.name} has changed since"
+    command = f"pytest labs/{lab}{_option(impl)}"
+    if changed and len(changed) == len(ran):
+        return ["", f"{since} this run: {command}"]
+    if todo:  # what is known of this file comes before what did not run
+        found = [entry for entry in todo if entry[2]["state"] != "not run"]
+        return ["", *_next(lab, impl, file, *(found or todo)[0])]
+    if changed:
+        steps = f"step{'s' * (len(changed) > 1)} {', '.join(map(str, changed))}"
+        return ["", f"{since} {steps} ran: {command}"]
+    if all(row["state"] == "passed" for row in shown.values()):
+        return ["", f"all steps pass{_after(lab)}"]
+    return []
 
 
 def _after(lab: str) -> str:
@@ -376,23 +481,27 @@ def _after(lab: str) -> str:
     return f"; next: labs/{later[0]}/README.md" if later else ""
 
 
-def _next(lab: str, impl: str, number: int, name: str, row: dict) -> list[str]:
-    try:
-        file = source_file(lab, impl)
-    except LoadError as error:
-        return [f"next: {error}"]
+def _next(lab: str, impl: str, file: Path, number: int, name: str, row: dict) -> list[str]:
     shown = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
     if row["state"] == NOT_LOADED:
         return [f"next: mend {row['reason']}"]
-    option = "" if impl == "exercise" else f" --impl={impl}"
-    command = f"pytest labs/{lab}{option} --step {number}"
+    command = f"pytest labs/{lab}{_option(impl)} --step {number}"
     left = first_unwritten(file, number)
     if row["state"] == NOT_WRITTEN or (row["state"] == "not run" and left):
         at = f"{left[0]} in {shown}, line {left[1]}" if left else f"{name} in {shown}"
         return [f"next: step {number}, write {at}; then run", f"      {command}"]
-    if row["state"] == "not run":
-        return [f"next: step {number}, {name}: run its tests", f"      {command}"]
+    if row["state"] in ("not run", PARTLY):
+        all_of = "all " if row["state"] == PARTLY else ""
+        return [f"next: step {number}, {name}: run {all_of}its tests", f"      {command}"]
     return [f"next: step {number}, {name} fails {row['first_failure']}", f"      {command}"]
+
+
+def _option(impl: str) -> str:
+    return "" if impl == "exercise" else f" --impl={impl}"
+
+
+def _file_name(impl: str) -> str:
+    return Path(impl).name if impl.endswith(".py") else f"{impl}.py"
 
 
 def _clip(text: str | None, width: int = 70) -> str:
@@ -400,20 +509,23 @@ def _clip(text: str | None, width: int = 70) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-# -- python -m labs: the board of all labs, from pytest's own cache
+# -- python -m labs: the boards of labs, from pytest's own cache
 
 
 def add_arguments(parser) -> None:
-    parser.epilog = "example: python -m labs board"
+    parser.epilog = "example: python -m labs board 06"
+    text = "numbers or folders of labs, such as 06 (default: all)"
+    parser.add_argument("labs", nargs="*", metavar="LAB", help=text)
 
 
 def run(args) -> int:
     file = ROOT / ".pytest_cache" / "v" / CACHE_KEY
     stored = json.loads(file.read_text()) if file.is_file() else {}
-    for lab in labs():
-        entry = stored.get(lab, {"impl": "exercise", "rows": {}})
-        print("\n".join(render(lab, entry["rows"], entry["impl"])))
-        if not entry["rows"]:
-            print(f"  no run yet: pytest labs/{lab}")
-        print()
+    chosen = sorted({find_lab(lab).name for lab in args.labs} or labs())
+    for lab in chosen:
+        if lab not in stored:
+            print(f"{lab}: not run yet; next: pytest labs/{lab}")
+    for lab in chosen:
+        if lab in stored:
+            print("\n" + "\n".join(render(lab, stored[lab]["rows"], stored[lab]["impl"])))
     return 0

@@ -1,5 +1,6 @@
 """Runs of pytest over two small labs with equal file names: the board and the short failures."""
 
+import json
 import re
 import sys
 from collections import Counter
@@ -221,6 +222,149 @@ def test_a_single_step_keeps_the_others_on_the_stored_board(repository):
     repository.pytest("labs/90_first", "--step", "2")
     repository.pytest("labs/90_first", "--step", "1")
     assert repository.run("labs").states("90_first") == ["passed", "not written"]
+
+
+# ---------------------------------------------------------------- a part of a step
+
+NOT_17 = "    return x if len(x) == 17 else x + NN"
+ONE_TEST = "labs/90_first/test_lab.py::test_shift[1]"
+REST = "{} of {} tests passed, the rest not run"
+
+
+def test_some_tests_that_pass_are_no_pass_of_their_step(repository):
+    repository.labs(first_90=source(90, NOT_17))
+    failing = "failing      1 of 3 tests; first: test_shift[17]"
+    assert failing in repository.pytest("labs/90_first", "--step", "1").out
+    for passed, args in ((2, ["labs/90_first", "-k", "shift and not 17"]), (1, [ONE_TEST])):
+        run = repository.pytest(*args)
+        assert run.code == 0
+        assert run.states("90_first") == ["partly run", "not run"]
+        assert run.board("90_first")[0].endswith(REST.format(passed, 3))
+        assert "next: step 1, shift: run all its tests" in run.board("90_first")
+    assert failing in repository.run("labs").out  # the stored result stays
+    repository.write("labs/90_first/exercise.py", source(90, SHIFT))
+    run = repository.pytest("labs/90_first", "--step", "1", "--lf")
+    assert run.board("90_first")[0].endswith(REST.format(1, 3))
+
+
+def test_a_part_of_each_step_is_not_all_steps(repository):
+    repository.labs(first_90=solution(90))
+    run = repository.pytest("labs/90_first", "-k", "not 17 and not 40")
+    assert run.states("90_first") == ["partly run", "partly run"]
+    assert "all steps pass" not in run.out
+    assert REST.format(1, 3) in repository.run("labs").out  # kept, as nothing else is known
+
+
+def test_a_stored_pass_outlives_a_part_that_passes_and_not_one_that_fails(repository):
+    repository.labs(first_90=solution(90))
+    assert "all steps pass" in repository.pytest("labs/90_first").out
+    run = repository.pytest(ONE_TEST)
+    assert run.states("90_first") == ["partly run", "passed"]
+    assert "all steps pass" not in run.out
+    repository.pytest(ONE_TEST, "--impl=solution")
+    board = repository.run("labs")
+    assert board.states("90_first") == ["passed", "passed"]
+    assert "all steps pass" in board.out
+
+    repository.write("labs/90_first/exercise.py", source(90, "    return x", KERNEL))
+    repository.pytest(ONE_TEST)
+    line = repository.run("labs").board("90_first")[0]
+    assert line.endswith("failing      1 of 1 test run, 3 in all; first: test_shift[1]")
+
+
+# ---------------------------------------------------------------- results of a file since changed
+
+
+@pytest.fixture
+def green(repository):
+    """Lab 90 is solved, and the board says so."""
+    repository.labs(first_90=solution(90))
+    repository.pytest("labs/90_first")
+    return repository
+
+
+def test_the_board_says_that_the_file_has_changed_since(green):
+    green.write("labs/90_first/exercise.py", "broken(")
+    board = green.run("labs").board("90_first")
+    for line in board[:2]:
+        assert line.endswith("tests (before exercise.py changed)")
+    assert board[2:] == ["exercise.py has changed since this run: pytest labs/90_first"]
+
+    green.write("labs/90_first/exercise.py", solution(90) + "# mended\n")
+    run = green.pytest("labs/90_first", "--step", "2")
+    assert run.board("90_first")[0].endswith("(an earlier run, before exercise.py changed)")
+    assert "all steps pass" not in run.out
+    assert "exercise.py has changed since step 1 ran: pytest labs/90_first" in run.lines
+
+    (green.root / "labs/90_first/exercise.py").unlink()
+    board = green.run("labs")
+    assert board.code == 0
+    assert board.board("90_first")[-1] == "next: labs/90_first has no exercise.py"
+
+
+def test_a_board_without_digests_is_shown_as_it_is(green):
+    file = green.root / ".pytest_cache/v" / steps.CACHE_KEY
+    stored = json.loads(file.read_text())
+    for row in stored["90_first"]["rows"].values():
+        del row["file"], row["of"]
+    file.write_text(json.dumps(stored))
+    green.write("labs/90_first/exercise.py", "broken(")
+    board = green.run("labs")
+    assert board.states("90_first") == ["passed", "passed"]
+    assert "changed" not in board.out
+
+
+def test_what_is_next_is_read_from_the_file_and_not_from_an_older_result(repository):
+    repository.labs(first_90=None)
+    repository.pytest("labs/90_first")
+    repository.write("labs/90_first/exercise.py", solution(90))
+    board = repository.pytest("labs/90_first", "--step", "1").board("90_first")
+    assert "not written  (an earlier run, before exercise.py changed)" in board[1]
+    assert board[2] == "next: step 2, times: run its tests"
+
+
+# ---------------------------------------------------------------- python -m labs, for chosen labs
+
+
+def test_the_board_of_chosen_labs(green):
+    green.labs(first_90=solution(90), second_91=None, third_92=None)
+    green.pytest("labs/90_first")
+    lines = green.run("labs").lines
+    for number, lab in enumerate(("91_second", "92_third")):
+        assert lines[number] == f"{lab}: not run yet; next: pytest labs/{lab}"
+    assert lines[2:4] == ["", "90_first, exercise"]
+
+    assert green.run("labs", "board", "91").lines == lines[:1]
+    assert green.run("labs", "board", "labs/90_first", "90").lines == lines[2:]
+    run = green.run("labs", "board", "77")
+    assert run.code == 2
+    assert run.lines == ["error: no lab at '77'; the labs are: 90_first, 91_second, 92_third"]
+
+
+# ---------------------------------------------------------------- wrong names
+
+
+def test_a_step_that_is_not_there_lists_those_that_are(repository):
+    repository.labs(first_90=None, second_91=None)
+    run = repository.pytest("labs/90_first", "--step", "9")
+    assert run.code == 4
+    at = run.lines.index("ERROR: --step 9: no such step in what was collected; the steps are:")
+    assert run.lines[at + 1] == "  90_first: 1 shift, 2 times"
+
+
+@pytest.mark.parametrize(
+    ("arg", "says"),
+    [
+        ("labs/90", "no folder labs/90; did you mean labs/90_first?"),
+        ("91_", "no folder 91_; did you mean labs/91_second?"),
+        ("77", "no lab at '77'; the labs are: 90_first, 91_second"),
+    ],
+)
+def test_the_number_of_a_lab_in_place_of_its_folder(repository, arg, says):
+    repository.labs(first_90=None, second_91=None)
+    run = repository.pytest(arg)
+    assert run.code == 4
+    assert [line for line in run.lines if line] == [f"ERROR: {says}"]
 
 
 # ---------------------------------------------------------------- without Triton
