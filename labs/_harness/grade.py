@@ -19,6 +19,7 @@ import shlex
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +32,7 @@ from labs._impl import ROOT, LoadError, find_lab
 
 POINTS = 20.0  # of a step, unless --points says otherwise
 LARGEST_FILE = 1 << 20  # bytes of a submission
+ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".7z", ".rar")
 TURN = 0.15  # seconds between two looks at the running processes
 
 
@@ -53,7 +55,8 @@ class Submission:
 def find_submissions(folder: Path, lab: str) -> tuple[list[Submission], list[str]]:
     """(submissions in a folder by name, names of what else lies there).
 
-    A submission is `name.py`, `name/exercise.py`, or a student's whole repository `name/`.
+    A submission is `name.py`, `name/exercise.py`, or a student's whole repository `name/`. An
+    archive is one that cannot be graded, unless what was in it lies beside it.
     """
     found, ignored = {}, []
     for entry in sorted(folder.iterdir(), key=lambda e: e.name.lower()):
@@ -65,6 +68,10 @@ def find_submissions(folder: Path, lab: str) -> tuple[list[Submission], list[str
             name = entry.name
         elif entry.suffix == ".py":
             file, name = entry, entry.stem
+        elif entry.suffix.lower() in ARCHIVES and entry.name.split(".")[0] not in found:
+            problem = f"a {entry.suffix[1:].lower()}; unpack it first"
+            found[entry.name] = Submission(entry.name, problem=problem)
+            continue
         else:
             ignored.append(entry.name)
             continue
@@ -86,6 +93,32 @@ def _problem(folder: Path, file: Path | None, lab: str) -> str | None:
     if size > LARGEST_FILE:
         return f"{file.name} has {size} bytes; the most is {LARGEST_FILE}"
     return None
+
+
+def why_not_loaded(file: Path) -> str | None:
+    """What the loader will say of a file that is empty or no Python; nothing of it is run."""
+    if not file.read_bytes().strip():
+        return "submission.py is empty"
+    command = [sys.executable, "-I", "-W", "ignore", "-c", _COMPILE, str(file)]
+    with suppress(subprocess.TimeoutExpired):  # that, and a crash of the compiler: the run will say
+        child = subprocess.run(command, capture_output=True, timeout=10, check=False)
+        return results.one_line(child.stdout.decode(errors="replace")) or None
+    return None
+
+
+# In a process of its own: there are texts that crash Python's compiler. In labs._impl.load's words.
+_COMPILE = """
+import sys
+try:
+    compile(open(sys.argv[1], "rb").read(), sys.argv[1], "exec")
+except SyntaxError as error:
+    at = f"line {error.lineno}" if error.lineno else "unknown line"
+    text = f": {error.text.strip()}" if error.text else ""
+    said = f"submission.py, {at}: {type(error).__name__}: {error.msg}{text}"
+    sys.stdout.buffer.write(said.encode(errors="replace"))
+except Exception:
+    pass
+"""
 
 
 # ---------------------------------------------------------------- what changed on the disk
@@ -186,6 +219,12 @@ class Job:
         self.box: sandbox.Sandbox | None = None
         self.start = 0.0
         self.seconds = 0.0
+
+    def fail_all(self, tests: dict[str, int], reason: str) -> None:
+        """Instead of a run: every test ends as not loaded."""
+        common = {"outcome": "failed", "state": steps.NOT_LOADED, "kind": None, "reason": reason}
+        for test, step in tests.items():
+            self.lines.outcome[test] = {"test": test, "step": step, **common, "printed": 0}
 
     def begin(self) -> None:
         """Starts the next run, in a fresh copy of the repository."""
@@ -340,6 +379,10 @@ def run(args) -> int:
     submissions, ignored = find_submissions(folder, lab)
     if not submissions:
         raise LoadError(f"no submissions in {args.folder}: wanted name.py or name/exercise.py")
+    if all(submission.problem for submission in submissions):
+        first = f"{submissions[0].name}: {submissions[0].problem}"
+        more = f" (and {len(submissions) - 1} more)" if len(submissions) > 1 else ""
+        raise LoadError(f"nothing in {args.folder} can be graded: {first}{more}")
     options = Options(
         lab,
         declared,
@@ -435,7 +478,7 @@ class Grading:
         lab = template / "labs" / self.options.lab
         stub = Submission("the untouched stub", lab / "exercise.py")
         limits = f"{self.options.seconds:g} s, {marks.gigabytes(self.options.memory)} each"
-        number = f"{len(self.submissions)} submissions, {self.jobs} at a time"
+        number = f"{marks.count(len(self.submissions), 'submission')}, {self.jobs} at a time"
         print(f"{self.options.lab}: {number}; {limits}", flush=True)
         job = Job(stub, stub.file, work / "stub", self.options, template)
         self._loop([job], lambda job: None)
@@ -455,25 +498,31 @@ class Grading:
         return base
 
     def _run_all(self, queue: list[Job]) -> None:
-        total, start = len(queue), time.monotonic()
-        done = 0
+        total, start = len(self.submissions), time.monotonic()
+        for number, row in enumerate(self.rows.values(), 1):
+            print(f"[{number}/{total}] {row.name}: {marks.summary(row)}", flush=True)
+        ran, waiting = 0, []
 
         def finished(job: Job):
-            nonlocal done
-            done += 1
+            nonlocal ran
+            ran += bool(job.ends)
             row = marks.score(job, self.base)
             row.log = self._keep_log(job)
             self.rows[row.name] = row
             self._write()
-            left = (time.monotonic() - start) / done * (total - done)
+            left = (time.monotonic() - start) / max(1, ran) * (len(waiting) - ran)
             rest = f"  about {left / 60:.0f} min left" if left > 90 else ""
-            print(
-                f"[{done}/{total}] {row.name}: {row.points:g} of {row.of:g}, {marks.summary(row)}  "
-                f"({row.seconds:.0f} s){rest}",
-                flush=True,
-            )
+            said = f"{row.points:g} of {row.of:g}, {marks.summary(row)}  ({row.seconds:.0f} s)"
+            print(f"[{len(self.rows)}/{total}] {row.name}: {said}{rest}", flush=True)
 
-        self._loop(queue, finished)
+        for job in queue:
+            reason = why_not_loaded(job.file)
+            if reason is None:
+                waiting.append(job)
+            else:
+                job.fail_all(self.base.tests, reason)
+                finished(job)
+        self._loop(waiting, finished)
 
     def _loop(self, queue: list[Job], finished) -> None:
         """Runs jobs, `self.jobs` at a time; calls `finished` after each."""
@@ -550,12 +599,12 @@ class Grading:
         print("\n" + "\n".join(marks.table(rows, self.options)) + "\n")
         for text in self.warnings:
             print(f"note: {text}")
+        out = self.out.relative_to(Path.cwd()) if self.out.is_relative_to(Path.cwd()) else self.out
         for file in files:
-            print(
-                f"wrote {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}"
-            )
+            print(f"wrote {out / file.name}")
+        print(f"wrote {out / 'logs'}/")
         if interrupted:
-            missing = len(self.submissions) - len(rows)
-            print(f"stopped; {missing} submissions were not graded", file=sys.stderr)
+            missing = marks.count(len(self.submissions) - len(rows), "submission")
+            print(f"stopped; not graded: {missing}", file=sys.stderr)
             return 130
         return 1 if any(row.points is None for row in rows) else 0

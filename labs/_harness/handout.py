@@ -1,7 +1,8 @@
 """`python -m labs handout DIR`: the student edition, the repository without its references.
 
 Left out are the references (solution.py, mutants.py, extras/*_solution.*), the authors' tests, and
-the CI that runs both. Everything else is copied as it is, and the suite runs there.
+the CI that runs both. The pages lose what is for instructors or needs a reference. Everything else
+is copied as it is, and the suite runs there.
 """
 
 from __future__ import annotations
@@ -36,9 +37,44 @@ NOT_OURS = (
 ).split()
 
 NOTE = """
-> **Student edition.** The references are not here, so commands with `--impl=solution` do not work;
-> leave that option out. Begin at "You are a student" below.
+> **Student edition.** The references are not here. Begin at "You are a student" below.
 """
+
+# In README.md, between its first paragraph and the table of labs: INSTALL is what stands there.
+FIRST_COMMANDS = """
+Install, and check the machine:
+
+```sh
+INSTALL.venv/bin/python -m labs doctor
+```
+
+Test lab 06; the board at the end says what to write first:
+
+```sh
+INSTALL.venv/bin/pytest labs/06_attention_kernels
+```
+"""
+
+PAGES = ("README.md", "SETUP.md", "labs/README.md", "labs/[0-9][0-9]_*/README.md")
+OPTION = r"--impl[= ]solution\b"
+
+# What a page says to people who have the references -> what it says to students. In this order.
+REWORDED = {
+    # sections for instructors, and links to them
+    r"(?ms)^## (?:\d+\. For instructors|You are an instructor)$.*?(?=^## |\Z)": "",
+    r" · \[\d+ For instructors\]\([^)]*\)": "",
+    # the same command twice, for yours and for the reference
+    rf"(?m)^python -m labs .*{OPTION} +# the reference\n": "",
+    rf"(?m) +# {OPTION}: the reference$": "",
+    r"(?m)^\d+\. `python -m labs bench 06` does the same for your own `exercise\.py`\.\n": "",
+    r"the first two time S = ": "the first times S = ",
+    # asides
+    rf" \((?:for your own kernels leave out )?`{OPTION}`\)": "",
+    r'Change "exercise" to "solution" to see the reference\. ': "",
+    # any other command: without the option; what stands in columns behind it stays in its column
+    rf" {OPTION}((?: ?\S)*)(?=  )": r"\1" + " " * len(" --impl=solution"),
+    rf" {OPTION}": "",
+}
 
 
 def repository_files(root: Path = ROOT) -> list[Path]:
@@ -101,6 +137,25 @@ def without_faults(text: str) -> str:
     return f"{before}The list is in the instructors' repository.{after}" if start and end else text
 
 
+def for_students(text: str) -> str:
+    """A page without what needs a reference or is for instructors."""
+    text = without_faults(text)
+    for pattern, new in REWORDED.items():
+        text = re.sub(pattern, new, text)
+    return text.rstrip() + "\n"
+
+
+def student_readme(text: str) -> str:
+    """README.md with a note and the students' first commands, not those that run the references."""
+    title, _, rest = text.partition("\n")
+    shown = re.search(r"(?ms)^Run the main job.*?(?=^\| lab \|)", rest)
+    if shown:
+        install = re.search(r"(?m)^python3 .* && ", shown[0])[0]
+        commands = FIRST_COMMANDS.lstrip().replace("INSTALL", install)
+        rest = rest[: shown.start()] + commands + "\n" + rest[shown.end() :]
+    return f"{title}\n{NOTE}{for_students(rest)}"
+
+
 def add_arguments(parser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="a new or empty folder")
     parser.epilog = (
@@ -136,12 +191,9 @@ def run(args) -> int:
     reasons = {path: why_left_out(path) for path in repository_files(ROOT)}
     kept = [path for path, reason in reasons.items() if reason is None]
     copy(ROOT, kept, args.folder)
-    readme = args.folder / "README.md"
-    if readme.is_file():
-        title, _, rest = readme.read_text().partition("\n")
-        readme.write_text(f"{title}\n{NOTE}{rest}")
-    for page in args.folder.glob("labs/[0-9][0-9]_*/README.md"):
-        page.write_text(without_faults(page.read_text()))
+    for page in (page for pattern in PAGES for page in args.folder.glob(pattern)):
+        rewrite = student_readme if page == args.folder / "README.md" else for_students
+        page.write_text(rewrite(page.read_text()))
     print(f"wrote {len(kept)} files to {args.folder}; README.md has a note for students on top")
     print("left out:")
     shown: dict[str, list[str]] = {}

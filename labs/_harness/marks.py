@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,6 +43,11 @@ def gigabytes(size: float) -> str:
     return f"{size / 2**30:.3g} GB"
 
 
+def count(number: int, thing: str) -> str:
+    """Text such as "1 test" and "3 tests"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 # ---------------------------------------------------------------- scoring
 @dataclass
 class StepRow:
@@ -65,7 +71,8 @@ class Row:
         first_failure: name of the first failing test, and `reason` one line why.
         guard: what the guard found, one line each.
         events: what else happened: hung, crashed, killed for memory, printed much, wrote files.
-        failures: every failing test with its step and one line of reason.
+        failures: every failing test with its step, its state on the board (not written, waiting,
+            not loaded, None) and one line of reason.
         seconds: wall time; `peak_mb` the most memory; `printed` bytes of output.
         log: file with the output of pytest, or None.
     """
@@ -151,9 +158,8 @@ def score(job: Job, base: Baseline) -> Row:
         if line["outcome"] == "failed":
             name, reason = test_name(test), line["reason"]
             kind = line["kind"] or "error"
-            row.failures.append(
-                {"test": name, "step": base.tests[test], "kind": kind, "reason": reason}
-            )
+            about = {"test": name, "step": base.tests[test], "state": line["state"]}
+            row.failures.append({**about, "kind": kind, "reason": reason})
     if row.failures:
         row.first_failure, row.reason = row.failures[0]["test"], row.failures[0]["reason"]
     row.printed = sum(line["printed"] for line in lines.values()) + sum(e.printed for e in job.ends)
@@ -174,7 +180,14 @@ def _judged(job: Job, test: str, step: int, memory_kills: int) -> dict:
     elif line["kind"] == "crash" and "SIGKILL" in line["reason"] and memory_kills:
         used = gigabytes(job.options.memory)
         line = {**line, "kind": "memory", "reason": f"killed: it held more than {used} of memory"}
-    return {**line, "reason": line["reason"].replace(f"{job.room}/submission/", "")}
+    reason = line["reason"].replace(f"{job.room}/submission/", "")
+    return {**line, "reason": _MISSING.sub(r"submission.py does not define \1", reason)}
+
+
+# What Python says where a test asks the file for a function that it lacks.
+_MISSING = re.compile(
+    r"AttributeError: module 'labs_loaded\.submission_\w+' has no attribute '(\w+)'"
+)
 
 
 def _score_step(lines: dict[str, dict], base: Baseline, of: float) -> StepRow:
@@ -307,52 +320,83 @@ def table(rows: list[Row], options: Options) -> list[str]:
         text += f"{points:>9}{row.of:>5g}{row.seconds:>6.0f} s  {summary(row)}"
         lines.append(text.rstrip())
     for row in rows:
-        details = _details(row)
+        details = _details(row, options)
         if details:
-            lines += ["", row.name, *(f"  {_clip(line, 150)}" for line in details)]
+            lines += ["", row.name, *(f"  {_clip(line, 180)}" for line in details)]
     return lines
 
 
 def summary(row: Row) -> str:
     """A submission in a few words."""
     if row.points is None:
-        return "not graded"
-    if not row.failures and not row.events:
-        return "all tests pass"
-    words = []
+        return f"not graded: {row.reason}"
     kinds = Counter(f["kind"] for f in row.failures)
-    states = {s.state for s in row.steps.values()}
-    if states & {steps.NOT_LOADED}:
-        words.append("does not load")
-    elif row.failures and all(s.state in _UNTOUCHED for s in row.steps.values() if s.of):
-        words.append("not written")
-    elif row.failures:
-        words.append(f"{len(row.failures)} tests fail")
-    words += [text for kind, text in HOW.items() if kinds[kind]]
+    also = [text for kind, text in HOW.items() if kinds[kind]]
     if row.guard:
-        words.append("guard")
-    for sign in ("printed", "refused", "left"):
+        also.append("guard")
+    if any(event.startswith("printed") for event in row.events):
+        also.append(f"printed {row.printed / 1e6:.1f} MB")
+    for sign, text in (("refused", "refused"), ("left", "left processes")):
         if any(event.startswith(sign) for event in row.events):
-            words.append({"left": "left processes"}.get(sign, sign))
+            also.append(text)
     if any("in its own copy" in event for event in row.events):
-        words.append("wrote files")
-    return ", ".join(words)
+        also.append("wrote files")
+    return "; ".join(filter(None, [_verdict(row), ", ".join(also)]))
 
 
 _UNTOUCHED = (steps.NOT_WRITTEN, steps.WAITING)
 
 
-def _details(row: Row) -> list[str]:
-    lines = []
-    if row.first_failure:
-        lines.append(f"first failure: {row.first_failure}: {row.reason}")
+def _verdict(row: Row) -> str:
+    """How the tests ended; those that fail are counted apart from those that nobody has written."""
+    if not row.failures:
+        return "all tests pass"
+    if any(s.state == steps.NOT_LOADED for s in row.steps.values()):
+        return "does not load"
+    if all(s.state in _UNTOUCHED for s in row.steps.values() if s.of):
+        return "not written"
+    states = Counter(f["state"] for f in row.failures)
+    failing = len(row.failures) - sum(states[state] for state in _UNTOUCHED)
+    words = [f"{count(failing, 'test')} {'fails' if failing == 1 else 'fail'}"] if failing else []
+    words += [f"{count(states[s], 'test')} {s}" for s in _UNTOUCHED if states[s]]
+    return ", ".join(words)
+
+
+def _details(row: Row, options: Options) -> list[str]:
+    """What there is to say about a submission: a line for each step below its full points."""
+    if row.points is None:  # its row in the table has said why
+        return []
+    lines, verdict = [], _verdict(row)
+    if verdict == "does not load":
+        lines.append(f"does not load: {row.reason}")
+    elif verdict != "not written":
+        lines += _step_lines(row, options)
     lines += [f"guard: {text}" for text in row.guard[:3]]
     if len(row.guard) > 3:
         lines.append(f"guard: {len(row.guard) - 3} more findings")
-    lines += row.events[:8]
-    if len(row.events) > 8:
-        lines.append(f"{len(row.events) - 8} more events, in results.json")
+    news = [event for event in row.events if not any(_said(event, line) for line in lines)]
+    lines += news[:8]
+    if len(news) > 8:
+        lines.append(f"{len(news) - 8} more events, in results.json")
     return lines
+
+
+def _step_lines(row: Row, options: Options) -> list[str]:
+    """Name, points and first failing test of each step below its full points."""
+    lines = []
+    for number, step in row.steps.items():
+        if step.points < step.of:
+            mine = [f for f in row.failures if f["step"] == number]
+            first = next((f for f in mine if f["state"] not in _UNTOUCHED), mine[0])
+            head = f"step {number} {options.steps[number]}, {step.points:g} of {step.of:g}"
+            lines.append(f"{head}: {first['test']}: {first['reason']}")
+    return lines
+
+
+def _said(event: str, line: str) -> bool:
+    """Whether a step's line has named the test and the reason of an event like "hung in TEST"."""
+    how, _, rest = event.partition(" in ")
+    return how in HOW.values() and line.endswith(rest)
 
 
 def _clip(text: str, width: int) -> str:

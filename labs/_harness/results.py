@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -173,10 +174,20 @@ def watch(room: str, repository: str, notes: list[str]) -> None:
                     folder = args[folder_at] if folder_at is not None else None
                     changes(event.split(".")[1], _entry(path, folder))
         elif event in ("os.kill", "os.killpg") and os.getpid() != pytest_process:
-            if args[0] not in (os.getpid(), 0):
+            if args[0] != 0 and not _descends(args[0]):
                 refuse(f"signal {int(args[1])} to process {args[0]}")
 
     sys.addaudithook(hook)
+
+
+def _descends(pid: int) -> bool:
+    """Whether a process is this one or was started by it, directly or not."""
+    while pid > 1 and pid != os.getpid():
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            return False
+    return pid == os.getpid()
 
 
 def _path(value) -> str | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from labs._harness import grade, marks, runtime, sandbox
-from labs._impl import ROOT, LoadError
+from labs._impl import ROOT, LoadError, load
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or runtime.setup().device == "cuda",
@@ -106,6 +106,12 @@ BAD = {
             print("x" * 5_000_000)
             return sum(xs)
         """,
+    "half_written": """
+        def double(x):
+            return x + x + (x > 1)
+        def total(xs):
+            raise NotImplementedError("lab 90 step 2: write total")
+        """,
     "hang_import": "while True: pass",
     "hang_step": """
         import time
@@ -121,6 +127,7 @@ BAD = {
         def total(xs):
             ctypes.CDLL(None).kill(os.getppid(), 9)
         """,
+    "renamed": "sum_up = total; del total",
     "segfault_memory": """
         import ctypes, time
         def double(x):
@@ -141,6 +148,16 @@ BAD = {
                 time.sleep(1000)
             os.read(end, 1)
             return sum(xs)
+        """,
+    "own_child": """
+        import os, time
+        def double(x):
+            child = os.fork()
+            if child == 0:
+                time.sleep(1000)
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            return x + x
         """,
     "syntax": "def total(xs:\n    return 1",
     "write": """
@@ -186,6 +203,8 @@ def graded(tmp_path_factory):
     (folder / "empty").mkdir()
     (folder / "link.py").symlink_to(root / "labs" / LAB / "solution.py")
     (folder / "notes.txt").write_text("not a submission")
+    (folder / "anna.zip").write_text("")
+    (folder / "blank.py").write_text("\n")
     victim = folder / "right" / "exercise.py"
     for name, text in BAD.items():
         text = textwrap.dedent(text).replace("VICTIM", repr(str(victim)))
@@ -264,6 +283,11 @@ def test_a_submission_that_kills_pytest_loses_its_step_only(graded):
     assert len(row(graded, "kill")["failures"]) == 7
 
 
+def test_a_process_may_end_what_it_started(graded):
+    assert points(graded, "own_child") == (10, 20)
+    assert row(graded, "own_child")["events"] == []
+
+
 def test_a_submission_cannot_skip_a_test(graded):
     assert points(graded, "skip_leave")[0] == 0
     assert row(graded, "skip_leave")["reason"] == "skips itself: too hard"
@@ -273,6 +297,31 @@ def test_a_submission_cannot_skip_a_test(graded):
 def test_a_syntax_error_is_one_line(graded):
     reason = row(graded, "syntax")["reason"]
     assert reason.startswith("submission.py, line 10: SyntaxError: '(' was never closed")
+    assert f"\nsyntax\n  does not load: {reason}\n" in graded[1].stdout
+
+
+def test_what_cannot_load_is_not_run(graded):
+    for name, reason in (("syntax", "submission.py, line"), ("blank", "submission.py is empty")):
+        got = row(graded, name)
+        assert (got["points"], got["of"], got["seconds"], got["log"]) == (0, 30, 0, None)
+        assert [f["state"] for f in got["failures"]] == ["not loaded"] * 7
+        assert all(f["reason"].startswith(reason) for f in got["failures"])
+        assert f"{name}: 0 of 30, does not load  (0 s)" in graded[1].stdout
+
+
+def test_a_function_that_is_not_there_is_named(graded):
+    assert points(graded, "renamed") == (10, 0)
+    assert row(graded, "renamed")["reason"] == "submission.py does not define total"
+
+
+def test_what_is_not_written_is_counted_apart(graded):
+    out = graded[1].stdout
+    assert "half_written: 5 of 30, 1 test fails, 4 tests not written" in out
+    lines = out[out.index("\nhalf_written\n") :].splitlines()[2:4]
+    assert lines == [
+        "  step 1 double, 5 of 10: test_double[2.0]: AssertionError: assert 5.0 == (2 * 2.0)",
+        "  step 2 total, 0 of 20: test_total[0]: lab 90 step 2: write total",
+    ]
 
 
 def test_writes_are_reported_and_harm_nobody(graded):
@@ -302,16 +351,23 @@ def test_what_cannot_be_graded_is_said_and_makes_the_exit_code_1(graded):
     assert said(graded, "link") == "link.py is a link; links are not followed"
     assert "no exercise.py in it" in said(graded, "empty")
     assert "not submissions: notes.txt" in graded[1].stdout
+    assert said(graded, "anna.zip") == "a zip; unpack it first"
+    assert re.search(r"^anna.zip .* not graded: a zip; unpack it first$", graded[1].stdout, re.M)
 
 
 def test_reports(graded):
     out = graded[1].stdout
     assert "untouched stub: 8 tests, 6 of them count" in out
-    assert "[11/11]" in out
+    assert f"{LAB}: 18 submissions, 2 at a time" in out
+    counted = [int(number) for number in re.findall(r"^\[(\d+)/17\]", out, re.MULTILINE)]
+    assert counted == list(range(1, 18))
+    assert re.search(r"exit_print: .*2 tests fail; ended its process, printed 20.0 MB", out)
+    for name in ("results.csv", "results.json", "logs/"):
+        assert f"wrote {graded[2][2] / name}" in out
     assert re.search(r"^right +10 +20 +30 +30 +\d+ s  all tests pass$", out, re.MULTILINE)
     with (graded[2][2] / "results.csv").open(newline="") as file:
         lines = {line["submission"]: line for line in csv.DictReader(file)}
-    assert len(lines) == 13
+    assert len(lines) == 17
     assert lines["bug_cheat"]["step 2 tests"] == "3 of 5"
     assert (lines["right"]["points"], lines["right"]["of"]) == ("30", "30")
     report = json.loads((graded[2][2] / "results.json").read_text())
@@ -362,10 +418,45 @@ def test_ctrl_c_keeps_what_is_done(tmp_path, monkeypatch, capsys):
     threading.Timer(2, grading.stop).start()
     assert grading.run() == 130
     assert FakeBox.killed == ["stopped"]
-    assert "1 submissions were not graded" in capsys.readouterr().err
+    assert "stopped; not graded: 1 submission\n" in capsys.readouterr().err
     report = json.loads((out / "results.json").read_text())
     assert [(r["name"], r["points"]) for r in report["submissions"]] == [("a", 20)]
     assert report["complete"] is False
+
+
+# ---------------------------------------------------------------- the page for instructors
+
+COLLECT = """
+import pytest
+class Names:
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            step = item.get_closest_marker("step")
+            if step:
+                print("TEST", step.args[0], item.name)
+options = ["--collect-only", "-qq", "-p", "no:cacheprovider"]
+pytest.main(["labs/06_attention_kernels", *options], [Names()])
+"""
+
+
+def test_the_sample_in_grading_md_fits_lab_06():
+    """Where this fails: run `grade` again as the page says, and put what it prints there."""
+    page = (ROOT / "labs" / "GRADING.md").read_text()
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    tests = {name: int(step) for step, name in re.findall(r"TEST (\d) (.*)", done.stdout)}
+    assert f"untouched stub: {len(tests)} tests, " in page
+    shown = re.findall(r"step (\d) \w+, ([\d.]+) of 20: (test_\w+(?:\[\S+\])?): ", page)
+    assert shown
+    for step, _, name in shown:
+        assert tests.get(name) == int(step), name
+    for name in re.findall(r"\btest_\w+\[[^\]\s]+\]", page):
+        assert name in tests, name
+    passed, of = map(int, re.search(r'\("(\d+) of (\d+)"\)', page).groups())
+    assert of == list(tests.values()).count(2)
+    assert f"step 2 flash_attention_forward, {marks._floor(20 * passed / of):g} of 20" in page
 
 
 # ---------------------------------------------------------------- the sandbox alone, no torch
@@ -448,6 +539,12 @@ def test_arguments(tmp_path):
     assert "is not empty" in one_line(tmp_path, "--out", tmp_path / "ada")
     (tmp_path / "ada.py").write_text("")
     assert one_line(tmp_path).startswith("two submissions in")
+    (tmp_path / "zips").mkdir()
+    for name in ("ada.zip", "bob.ZIP"):
+        (tmp_path / "zips" / name).write_text("")
+    assert one_line(tmp_path / "zips").endswith(
+        "can be graded: ada.zip: a zip; unpack it first (and 1 more)"
+    )
     for bad in (("-j", "0"), ("--time-limit", "-1"), ("--memory-limit", "x")):
         with pytest.raises(SystemExit):
             parse(tmp_path, *bad)
@@ -468,6 +565,56 @@ def test_submissions_in_three_shapes(tmp_path):
     assert [s.name for s in found] == ["clone", "flat", "folder", "large"]
     assert [s.name for s in found if s.problem] == ["large"]
     assert ignored == []
+
+
+def test_an_archive_is_a_submission_unless_it_is_unpacked(tmp_path):
+    for name in ("ada.zip", "bob.py", "bob.tar.gz", "notes.pdf"):
+        (tmp_path / name).write_text("")
+    found, ignored = grade.find_submissions(tmp_path, LAB)
+    assert [(s.name, s.problem) for s in found] == [
+        ("ada.zip", "a zip; unpack it first"),
+        ("bob", None),
+    ]
+    assert ignored == ["bob.tar.gz", "notes.pdf"]
+
+
+@pytest.mark.parametrize("source", ["def f(:\n", "if 1:\nx = 1", "return 1", "x = '\udcff'", "é("])
+def test_a_file_that_is_no_python_is_named_as_the_loader_names_it(tmp_path, source):
+    file = tmp_path / "submission.py"
+    file.write_bytes(source.encode(errors="surrogateescape"))
+    with pytest.raises(LoadError) as caught:
+        load("06", str(file))
+    assert grade.why_not_loaded(file) == str(caught.value).replace(f"{tmp_path}/", "")
+
+
+def test_a_file_that_compiles_is_not_run(tmp_path):
+    file = tmp_path / "submission.py"
+    file.write_text("raise SystemExit('\\d')")
+    assert grade.why_not_loaded(file) is None
+
+
+def test_a_text_that_crashes_the_compiler_is_left_to_the_run(tmp_path, monkeypatch):
+    file = tmp_path / "submission.py"
+    file.write_text("x = 1")
+    monkeypatch.setattr(grade, "_COMPILE", "import os; os.abort()")
+    assert grade.why_not_loaded(file) is None
+
+
+def test_all_tests_pass_and_much_was_printed():
+    row = marks.Row("printer", 100, 100, events=["printed 10.5 MB in test_a"], printed=10_500_000)
+    assert marks.summary(row) == "all tests pass; printed 10.5 MB"
+
+
+def test_an_event_that_a_steps_line_tells_is_not_told_again():
+    failure = {"test": "test_a", "step": 1, "state": None, "kind": "crash", "reason": "SIGSEGV"}
+    row = marks.Row("crash", 0, 20, failures=[failure], reason="SIGSEGV")
+    row.steps[1] = marks.StepRow(0, 20, 0, 1, 1, "failing")
+    row.events = ["ended its process in test_a: SIGSEGV", "left 1 processes running; ended"]
+    options = grade.Options(LAB, {1: "double"}, {1: 20}, 60, 1 << 30, 0)
+    assert marks.table([row], options)[-2:] == [
+        "  step 1 double, 0 of 20: test_a: SIGSEGV",
+        "  left 1 processes running; ended",
+    ]
 
 
 def test_cells_are_no_formulas():

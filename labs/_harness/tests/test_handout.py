@@ -44,12 +44,62 @@ def test_the_references_are_left_out_and_the_rest_is_the_same(edition):
         assert not name.startswith((".github/workflows", "labs/_harness/tests"))
     for name in given - {"README.md"}:
         mine = (ROOT / name).read_bytes()
-        if re.fullmatch(r"labs/\d\d_\w+/README\.md", name):
-            mine = handout.without_faults(mine.decode()).encode()
+        if name in pages(edition):
+            mine = handout.for_students(mine.decode()).encode()
         assert (edition / name).read_bytes() == mine
     assert {"conftest.py", "labs/_harness/mutants.py", f"labs/{LAB}/exercise.py"} <= given
-    readme = (edition / "README.md").read_text()
-    assert readme.index("Student edition") < readme.index("python3 -m venv")
+
+
+def pages(folder: Path) -> set[str]:
+    """Paths of the pages that are rewritten for students."""
+    found = (page for pattern in handout.PAGES for page in folder.glob(pattern))
+    return {page.relative_to(folder).as_posix() for page in found}
+
+
+@untouched
+def test_no_page_asks_for_a_reference_or_speaks_to_instructors(edition):
+    assert len(pages(edition)) > 10
+    for name in pages(edition):
+        text = (edition / name).read_text()
+        for gone in (handout.OPTION, r"#.* instructor", r"instructors\]", "planted fault"):
+            assert not re.search(gone, text), (name, gone)
+
+
+@untouched
+def test_the_readme_begins_with_the_students_commands(edition):
+    text = (edition / "README.md").read_text()
+    assert text.index("Student edition") < text.index("python3 -m venv") < text.index("| lab |")
+    commands = re.findall(r"^python3 -m venv .*-e \. .* && (.*)$", text, re.MULTILINE)
+    assert [c.split()[0] for c in commands] == [".venv/bin/python", ".venv/bin/pytest"]
+    assert "bench 06" not in text[: text.index("| lab |")]
+
+
+@pytest.mark.parametrize("pattern", handout.REWORDED)
+def test_each_rewording_has_its_place(pattern):
+    assert any(re.search(pattern, (ROOT / name).read_text()) for name in pages(ROOT))
+
+
+def test_a_page_for_students():
+    lines = [
+        "# Lab",
+        "Contents: [1 A](#1-a) · [2 For instructors](#2-for-instructors)",
+        "This is it (`--impl=solution`), or `labs bench 06 --impl solution` here.",
+        "python -m labs bench 06                     # yours",
+        "python -m labs bench 06 --impl=solution     # the reference",
+        "python -m labs xray 06 --impl=solution --x  # cards",
+        "## 2. For instructors",
+        "marks",
+        "### more",
+        "## 3. The rest",
+    ]
+    assert handout.for_students("\n".join(lines)).splitlines() == [
+        "# Lab",
+        "Contents: [1 A](#1-a)",
+        "This is it, or `labs bench 06` here.",
+        "python -m labs bench 06                     # yours",
+        "python -m labs xray 06 --x                  # cards",
+        "## 3. The rest",
+    ]
 
 
 @untouched
