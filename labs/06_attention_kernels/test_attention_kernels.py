@@ -68,10 +68,39 @@ def case(**values):
 # ---------------------------------------------------------------- step 1
 
 
+def check_same(got, want, what, **tolerance):
+    """Fails in one line unless two tensors are the same, exactly or within rtol and atol."""
+    tolerance = {"rtol": 0.0, "atol": 0.0} | tolerance
+    if not torch.allclose(got, want, **tolerance):
+        i = int((got - want).abs().flatten().nan_to_num(math.inf).argmax())
+        pair = want.flatten()[i].item(), got.flatten()[i].item()
+        raise AssertionError(f"{what}: want {pair[0]:.8g}, got {pair[1]:.8g} where it is worst")
+
+
+def check_kept(results, kept, call="second"):
+    """A first call's results are what they were, after a later call."""
+    for got, old in zip(results, kept, strict=True):
+        changed = (got != old).sum().item()
+        assert changed == 0, (
+            f"a {call} call must not write into the first one's result: want 0 numbers changed, "
+            f"got {changed} of {got.numel()}"
+        )
+
+
+def check_not_written(name, x):
+    numbers = x.numel() - x.isnan().sum().item()
+    assert numbers == 0, (
+        f"no program ran, so {name} is not written: want 0 numbers, got {numbers}; only the kernel "
+        "may write it"
+    )
+
+
 def check_stats(lab, row, sizes):
     blocks = row.split(sizes)
-    got = lab.online_softmax_stats(iter(blocks))
-    oracle.check_all(oracle.softmax_stats(row, len(blocks)), got, "online_softmax_stats")
+    text = {"row": [float(f"{x:.5g}") for x in row.tolist()]} if len(row) <= 12 else {}
+    with case(**text, blocks=sizes):
+        got = lab.online_softmax_stats(iter(blocks))
+        oracle.check_all(oracle.softmax_stats(row, len(blocks)), got, "online_softmax_stats")
 
 
 @step1
@@ -82,16 +111,19 @@ def test_online_softmax_matches_logsumexp(lab, device, dtype, sizes):
     check_stats(lab, row, sizes)
     if dtype == F64:
         m, l = lab.online_softmax_stats(row.split(sizes))
-        assert torch.allclose(m + l.log(), row.logsumexp(0), rtol=0, atol=1e-12)
+        check_same(m + l.log(), row.logsumexp(0), "m + log l is the row's logsumexp", atol=1e-12)
 
 
 @step1
 def test_online_softmax_worked_example(lab, device):
     row = torch.tensor([0.0, 1.0, 2.0, -1.0], dtype=F64, device=device)
-    m, l = lab.online_softmax_stats([row[:2]])
-    assert (m.item(), round(l.item(), 4)) == (1.0, 1.3679), "after the first tile"
-    m, l = lab.online_softmax_stats([row[:2], row[2:]])
-    assert (m.item(), round(l.item(), 4)) == (2.0, 1.5530), "after both tiles"
+    for blocks, want in ([row[:2]], (1.0, 1.3679)), ([row[:2], row[2:]], (2.0, 1.5530)):
+        m, l = lab.online_softmax_stats(blocks)
+        got = m.item(), round(l.item(), 4)
+        assert got == want, (
+            f"m, l after the blocks {[b.tolist() for b in blocks]}: want {want[0]:g}, {want[1]:g}, "
+            f"got {got[0]:g}, {got[1]:g}"
+        )
 
 
 @step1
@@ -154,11 +186,12 @@ def test_online_softmax_shift_and_split(lab, device):
     row = oracle.inputs(48, dtype=F64, device=device)
     m, l = lab.online_softmax_stats(row.split(8))
     m_shifted, l_shifted = lab.online_softmax_stats((row + 500.0).split(8))
-    assert m_shifted == (row + 500.0).max(), "m follows a shift of the row"
-    assert torch.allclose(l, l_shifted, rtol=1e-11, atol=0), "l does not depend on a shift"
+    check_same(m_shifted, (row + 500.0).max(), "m of a row plus 500 is its maximum")
+    check_same(l_shifted, l, "l of a row plus 500 is that of the row", rtol=1e-11)
     for size in (1, 5, 48):
-        assert torch.allclose(lab.online_softmax_stats(row.split(size))[1], l, rtol=1e-12, atol=0)
-    assert m == row.max()
+        again = lab.online_softmax_stats(row.split(size))[1]
+        check_same(again, l, f"l in blocks of {size} is that in blocks of 8", rtol=1e-12)
+    check_same(m, row.max(), "m is the row's maximum")
 
 
 # ---------------------------------------------------------------- step 2
@@ -255,12 +288,13 @@ def test_flash_forward_permuted_and_shifted_keys(lab, device):
     again, lse_again = lab.flash_attention_forward(
         q, k[:, :, order], v[:, :, order], block_q=8, block_k=8
     )
-    assert torch.allclose(out, again, atol=1e-12), "the order of keys must not matter"
-    assert torch.allclose(lse, lse_again, atol=1e-12)
+    check_same(again, out, "out of keys in another order", atol=1e-12)
+    check_same(lse_again, lse, "lse of keys in another order", atol=1e-12)
     u = oracle.inputs(8, dtype=F64, device=device)
     shifted, lse_shifted = lab.flash_attention_forward(q, k + u, v, block_q=8, block_k=8)
-    assert torch.allclose(out, shifted, atol=1e-12), "one number added to a row's scores cancels"
-    assert torch.allclose(lse + q @ u / math.sqrt(8), lse_shifted, atol=1e-12), "and moves lse"
+    check_same(shifted, out, "out with one number added to all scores of a row", atol=1e-12)
+    moved = lse + q @ u / math.sqrt(8)
+    check_same(lse_shifted, moved, "lse with one number added to all scores of a row", atol=1e-12)
 
 
 @step2
@@ -271,8 +305,8 @@ def test_flash_forward_halves_merge(lab, device):
     right = lab.flash_attention_forward(q, k[:, :, 10:], v[:, :, 10:], block_q=8, block_k=8)
     merged = torch.logaddexp(left[1], right[1])
     both = sum(o * torch.exp(s - merged)[..., None] for o, s in (left, right))
-    assert torch.allclose(lse, merged, atol=1e-12), "lse must let two halves be merged"
-    assert torch.allclose(out, both, atol=1e-12)
+    check_same(merged, lse, "lse of two halves of the keys, merged", atol=1e-12)
+    check_same(both, out, "out of two halves of the keys, merged by their lse", atol=1e-12)
 
 
 # T = 256 shows how much memory is alive at once; beside the small q of T = 48, a band of scores
@@ -378,8 +412,7 @@ def test_flash_forward_follows_its_input(lab, device):
     for x in (q, k, v):
         x.copy_(oracle.inputs(1, 2, 20, 8, device=device))
     check_forward(lab, q, k, v)
-    assert torch.equal(out, kept[0]), "a second call must not write into the first one's result"
-    assert torch.equal(lse, kept[1]), "a second call must not write into the first one's result"
+    check_kept((out, lse), kept)
 
 
 @step2
@@ -557,9 +590,11 @@ def test_flash_backward_uses_lse_and_out(lab, device):
         off = (a - 2 * b).abs().max().item()
         assert off < 1e-10, f"{name}: recompute P from lse; it does not follow lse (off {off:.2g})"
     no_delta = lab.flash_attention_backward(q, k, v, out * 0, lse, dout)
-    assert torch.equal(no_delta[2], whole[2]), "dv does not depend on out"
+    check_same(no_delta[2], whole[2], "dv does not depend on out, which is 0 here")
     off = (no_delta[0] - whole[0]).abs().max().item()
-    assert off > 1e-3, "delta is rowsum(dout * out): dq does not follow out"
+    assert off > 1e-3, (
+        f"delta is rowsum(dout * out): with out = 0 want dq to change by over 1e-3, got {off:.2g}"
+    )
 
 
 @step3
@@ -571,8 +606,7 @@ def test_flash_backward_follows_its_input(lab, device):
     for x in (q, k, v, dout):
         x.copy_(oracle.inputs(1, 2, 20, 8, device=device))
     check_backward(lab, q, k, v, dout)
-    for g, old in zip(grads, kept, strict=True):
-        assert torch.equal(g, old), "a second call must not write into the first one's result"
+    check_kept(grads, kept)
 
 
 @step3
@@ -715,7 +749,7 @@ def test_triton_softmax_is_the_kernels_work(lab, device):
     lab.triton_softmax(x)
     with lab.no_program():
         y = lab.triton_softmax(x)
-    assert bool(y.isnan().all()), "no program ran, yet there are numbers: the kernel computes them"
+    check_not_written("the result", y)
 
 
 @step4
@@ -726,7 +760,7 @@ def test_triton_softmax_follows_its_input(lab, device):
     x.copy_(oracle.inputs(3, 20, device=device))
     for _ in range(3):
         oracle.softmax(x).check(lab.triton_softmax(x))
-    assert torch.equal(first, kept), "a later call must not write into the first one's result"
+    check_kept([first], [kept], "later")
 
 
 @step4
@@ -803,7 +837,8 @@ def test_triton_flash_attention_huge_equal_scores(lab, device, D, sign):
         f"equal scores weigh equally: want 133120, got {out[0, 0, -1, 0].item()}. Carry m and l: "
         "log l is lost in m + log l when m is this large"
     )
-    assert torch.isfinite(lse).all()
+    bad = (~lse.isfinite()).sum().item()
+    assert bad == 0, f"lse of scores near 1e11: want finite numbers, got {bad} that are not"
 
 
 @step5
@@ -892,7 +927,7 @@ def test_triton_flash_attention_is_the_kernels_work(lab, device):
     with lab.no_program():
         results = lab.triton_flash_attention(q, k, v)
     for name, x in zip(("out", "lse"), results, strict=True):
-        assert bool(x.isnan().all()), f"no program ran, yet {name} has numbers: the kernel's work"
+        check_not_written(name, x)
 
 
 @step5
@@ -903,8 +938,7 @@ def test_triton_flash_attention_follows_its_input(lab, device):
     for x in (q, k, v):
         x.copy_(oracle.inputs(1, 1, 20, 16, device=device))
     check_kernel(lab, q, k, v)
-    assert torch.equal(out, kept[0]), "a second call must not write into the first one's result"
-    assert torch.equal(lse, kept[1]), "a second call must not write into the first one's result"
+    check_kept((out, lse), kept)
 
 
 @step5

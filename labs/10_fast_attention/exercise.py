@@ -129,16 +129,15 @@ if triton is not None:
             s: (BLOCK_M, BLOCK_N), q k^T, not scaled; -inf where a query does not see the key.
             m_i, l_i: (BLOCK_M,), running maximum in units of log 2, and running sum.
             slope, steep: see `_prepare`; a number, or (BLOCK_M,).
-            SHIFT: p, and with it l_i, is multiplied by 2**SHIFT (step 6).
+            SHIFT: p, and with it l_i, is multiplied by 2**SHIFT: step 6; until then it is 0.
 
         Returns:
             p (BLOCK_M, BLOCK_N), alpha (BLOCK_M,), and the new l_i and m_i.
         """
-        # TODO step 1 (about 9 lines; handout section 2)
-        #   the tile's row maximum, then m_new in units of log 2; from HUGE / 2**SHIFT on
-        #   the factor is `steep`, else `slope`
-        #   alpha; p by one tl.fma and one exp2, times 2**SHIFT for free, but not where m_new is
-        #   HUGE / 2 and more (handout section 7); l_i
+        # TODO step 1 (about 8 lines; handout section 2). Leave SHIFT out: step 6 puts it in.
+        #   the tile's row maximum, then m_new in units of log 2; from HUGE on the factor is
+        #   `steep`, else `slope`
+        #   alpha; p by one tl.fma and one exp2; l_i
         tl.static_assert(False, "lab 10 step 1: write _weights")
 
     @triton.jit
@@ -889,7 +888,9 @@ if triton is not None:
     ):
         """As `_keys`, for quantised k; with SHIFT > 0 v is e4m3, too, and so is p."""
         # TODO step 6 (about 20 lines; handout section 7)
-        #   as _keys; scores times the keys' scales; v by its two strides; p with its SHIFT
+        #   first SHIFT in `_weights` (step 1): the limit is HUGE / 2**SHIFT, and p is times
+        #   2**SHIFT for free, in the fma's addend, but not where m_new is HUGE / 2 and more
+        #   then as _keys; scores times the keys' scales; v by its two strides; _weights with SHIFT
         tl.static_assert(False, "lab 10 step 6: write _fp8_keys")
 
     @triton.jit

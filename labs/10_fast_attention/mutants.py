@@ -1086,6 +1086,15 @@ STEP_6 = [
         ("acc = acc * v_scale[None, :]", "acc = acc + 0 * v_scale[None, :]"),
     ),
     bug(
+        "fp8-shift-left-out",
+        6,
+        W,
+        "test_fp8_is_attention_of_what_was_quantised",
+        "_weights is still that of step 1, without SHIFT (handout section 7)",
+        ("HUGE / 2**SHIFT", "HUGE"),
+        ("(shift - m_new)[:, None]", "(0.0 - m_new)[:, None]"),
+    ),
+    bug(
         "fp8-no-shift",
         6,
         "",

@@ -126,7 +126,7 @@ if triton is not None:
             s: (BLOCK_M, BLOCK_N), q k^T, not scaled; -inf where a query does not see the key.
             m_i, l_i: (BLOCK_M,), running maximum in units of log 2, and running sum.
             slope, steep: see `_prepare`; a number, or (BLOCK_M,).
-            SHIFT: p, and with it l_i, is multiplied by 2**SHIFT (step 6).
+            SHIFT: p, and with it l_i, is multiplied by 2**SHIFT: step 6; until then it is 0.
 
         Returns:
             p (BLOCK_M, BLOCK_N), alpha (BLOCK_M,), and the new l_i and m_i.

@@ -43,10 +43,11 @@ from types import ModuleType
 import torch
 
 from labs._harness import interpreter, runtime, work
-from labs._impl import ROOT, LoadError, find_lab, load
+from labs._impl import LABS, ROOT, LoadError, find_lab, labs, load
 
 ROUNDS = 2  # each provider is timed in turn, then each once more, so that a drift hits all alike
 L2_FLUSH_BYTES = 256 << 20
+CARD_LAB = "03"  # the one that predicts for a card that is not here
 UNWRITTEN = re.compile(r"lab \d+ step \d+: write \w+")
 
 EPILOG = """examples:
@@ -57,7 +58,8 @@ EPILOG = """examples:
   python -m labs bench 03 --card T4               predict for a card that is not here (no GPU)
 
 exit codes: 0 everything of yours ran and is right; 1 something is wrong, or not written yet;
-2 bad arguments, or --check without a GPU; 130 stopped by Ctrl-C (what was done is kept)"""
+2 bad arguments, or --check or --tune without a GPU; 130 stopped by Ctrl-C (what was done is
+kept)"""
 
 
 # ---------------------------------------------------------------- what a lab's bench.py gives
@@ -66,7 +68,8 @@ class Provider:
     """One piece of code in a comparison.
 
     Attributes:
-        name: at most 22 characters, for tables and legends.
+        name: at most 22 characters, for tables and legends; one that begins with "yours" begins
+            with "reference" where the reference runs.
         run: run(*inputs) -> the output to check, a tensor.
         yours: from the lab's file under test; its outputs decide the exit code.
         kernel: runs a Triton kernel, so it needs Triton, and its bytes are counted in the
@@ -748,20 +751,26 @@ def pictures(folder: Path, sweeps: list[Sweep], rows: list[Row], report: dict) -
 
 # ---------------------------------------------------------------- command line
 def _lengths(text: str) -> list[int]:
-    values = [int(part) for part in text.split(",") if part.strip()]
-    if not values or min(values) < 1:
-        raise ValueError
+    try:
+        values = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        values = []
+    if not values:
+        raise argparse.ArgumentTypeError(f"lengths must be numbers such as 512,1024: got {text!r}")
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"lengths must be 1 or more: got {min(values)}")
     return sorted(set(values))
 
 
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
-_lengths.__name__ = "list of lengths such as 512,1024"
-_positive.__name__ = "positive number"
+def positive(text: str) -> int:
+    """A whole number from 1 up, for argparse; the tools share it."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more: got {text!r}")
+    return number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -774,18 +783,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", metavar="NAME", help="run one sweep, such as attention or softmax")
     add("--lengths", type=_lengths, metavar="T,T,...", help="sequence lengths to run")
     add("--dtype", choices=["float16", "bfloat16", "float32"], help="of the inputs")
-    add("--batch", type=_positive, help="batch size B")
-    add("--heads", type=_positive, help="heads H")
-    add("--head-dim", type=_positive, default=64, help="head dim D (default 64)")
+    add("--batch", type=positive, help="batch size B")
+    add("--heads", type=positive, help="heads H")
+    add("--head-dim", type=positive, default=64, help="head dim D (default 64)")
     mask = parser.add_mutually_exclusive_group()
     mask.add_argument(
         "--causal", dest="causal", action="store_true", default=True, help="(default)"
     )
     mask.add_argument("--full", dest="causal", action="store_false", help="no causal mask")
-    add("--block-m", type=_positive, default=64, help="query rows of a tile (default 64)")
-    add("--block-n", type=_positive, default=64, help="key rows of a tile (default 64)")
-    add("--num-warps", type=_positive, default=4, help="warps of a program (default 4)")
-    add("--num-stages", type=_positive, help="key tiles in flight (default: the lab's own)")
+    add("--block-m", type=positive, default=64, help="query rows of a tile (default 64)")
+    add("--block-n", type=positive, default=64, help="key rows of a tile (default 64)")
+    add("--num-warps", type=positive, default=4, help="warps of a program (default 4)")
+    add("--num-stages", type=positive, help="key tiles in flight (default: the lab's own)")
     add("--card", metavar="NAME", help="lab 03 without a GPU: the card to predict for")
     add("--tune", action="store_true", help="try tile sizes and report the best per length (GPU)")
     add("--out", type=Path, help="folder for results (default runs/bench-NN-IMPL-TIME)")
@@ -795,12 +804,38 @@ def lab_bench(lab: Path) -> ModuleType:
     """The lab's bench.py, loaded by file. Raises LoadError if the lab has none."""
     file = lab / "bench.py"
     if not file.is_file():
-        raise LoadError(f"{lab.name} has no benchmark (no bench.py)")
+        raise LoadError(f"lab {lab.name[:2]} has no benchmark; {labs_with('counted')} have one")
     spec = importlib.util.spec_from_file_location(f"labs_bench.{lab.name}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def labs_with(function: str) -> str:
+    """Such as "labs 06, 07 and 10": those whose bench.py defines a function."""
+    define = re.compile(rf"^def {function}\(", re.M)
+    files = [(name[:2], LABS / name / "bench.py") for name in labs()]
+    *most, last = [n for n, file in files if file.is_file() and define.search(file.read_text())]
+    return f"labs {', '.join(most)} and {last}" if most else f"lab {last}"
+
+
+def named_reference(sweep: Sweep) -> Sweep:
+    """A sweep of the reference: where the lab says "yours (Triton)", "reference (Triton)"."""
+
+    def renamed(name: str) -> str:
+        return re.sub(r"^yours\b", "reference", name)
+
+    def all_renamed(providers: list[Provider]) -> list[Provider]:
+        return [replace(p, name=renamed(p.name)) for p in providers]
+
+    return replace(
+        sweep,
+        providers=all_renamed(sweep.providers),
+        tune=all_renamed(sweep.tune),
+        tuned=renamed(sweep.tuned),
+        cost=tuple(map(renamed, sweep.cost)),
+    )
 
 
 def run(args: argparse.Namespace, gpu: Gpu | None = None) -> int:
@@ -811,9 +846,12 @@ def run(args: argparse.Namespace, gpu: Gpu | None = None) -> int:
         raise LoadError(here.problem)
     if gpu is None and here.device == "cuda":
         gpu = Gpu()
-    if args.check and gpu is None:
-        print(f"bench --check needs a GPU: {here.reason}", file=sys.stderr)
-        return 2
+    for option in ("check", "tune"):
+        if getattr(args, option) and gpu is None:
+            print(f"bench --{option} needs a GPU: {here.reason}", file=sys.stderr)
+            return 2
+    if args.card and lab.name[:2] != CARD_LAB:
+        raise LoadError(f"--card is an option of lab {CARD_LAB} only: got lab {lab.name[:2]}")
     bench, module = lab_bench(lab), load(lab, args.impl)
     if args.check:
         return _run_check(bench, module, args, gpu)
@@ -822,6 +860,8 @@ def run(args: argparse.Namespace, gpu: Gpu | None = None) -> int:
     else:
         torch.set_num_threads(1)  # tiles are small: more threads only wait for each other
     sweeps = bench.timed(module, args, gpu) if gpu else bench.counted(module, args)
+    if args.impl == "solution":
+        sweeps = [named_reference(s) for s in sweeps]
     if args.only:
         names = [s.name for s in sweeps]
         sweeps = [s for s in sweeps if s.name == args.only]

@@ -7,6 +7,7 @@ differ too. A figure is readable at half its size.
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import matplotlib
@@ -18,6 +19,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 YOURS = "#D55E00"
 OTHERS = ["#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999"]
 MARKERS = "sD^vP*X"
+LETTER = 0.13  # inches, of a label at an axis
 STYLE = {
     "font.size": 15,
     "axes.titlesize": 15,
@@ -49,9 +51,9 @@ def rates(path: Path, sweep, rows, subtitle: str, bound: tuple[float, str, str])
         styles = _styles(sweep)
         for name, style in styles.items():
             mine = [r for r in rows if r.provider == name and r.rate is not None]
-            axes.plot(_places(sweep, mine), [r.rate for r in mine], label=name, **style)
+            axes.plot(_sizes(mine), [r.rate for r in mine], label=name, **style)
         for level, (name, style) in enumerate(_ran_out(styles, rows)):
-            _out_of_memory(axes, sweep, rows, name, "rate", style, level=level)
+            _out_of_memory(axes, rows, name, "rate", style, level=level)
         rate, unit, how = bound
         axes.axhline(rate, color="black", linestyle="--", linewidth=1.5)
         axes.annotate(
@@ -79,8 +81,8 @@ def costs(path: Path, sweep, rows, subtitle: str) -> Path:
                 mine = [r for r in rows if r.provider == name and r.ms is not None]
                 if name in sweep.cost:
                     values = [getattr(r, attribute) / scale for r in mine]
-                    axes.plot(_places(sweep, mine), values, label=name, **style)
-                    _out_of_memory(axes, sweep, rows, name, attribute, style, scale)
+                    axes.plot(_sizes(mine), values, label=name, **style)
+                    _out_of_memory(axes, rows, name, attribute, style, scale)
             _log_axis(axes)
             _size_axis(axes, sweep)
         panels[0].set_ylabel("latency, ms (lower is better)")
@@ -94,19 +96,25 @@ def counts(path: Path, sweep, rows, subtitle: str) -> Path:
     """Counted bytes as markers on the lines of the handout's formulas, log-log."""
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(1, 2, figsize=(14, 7), layout="constrained")
+        formula = False
         for axes, attribute in zip(panels, ("moved", "peak"), strict=True):
             for name, style in _styles(sweep).items():
                 mine = [r for r in rows if r.provider == name]
                 line = [r for r in mine if getattr(r, f"{attribute}_formula") is not None]
                 values = [getattr(r, f"{attribute}_formula") / 2**20 for r in line]
-                axes.plot(_places(sweep, line), values, color=style["color"], linewidth=1.8)
+                # A line through one point cannot be seen: a dash stands for it.
+                dash = {"marker": "_", "ms": 40, "mew": 1.8} if len(line) == 1 else {}
+                axes.plot(_sizes(line), values, color=style["color"], linewidth=1.8, **dash)
+                formula = formula or bool(line)
                 dots = [r for r in mine if getattr(r, attribute) is not None]
                 values = [getattr(r, attribute) / 2**20 for r in dots]
                 label = f"{name}, counted" if dots else None
-                axes.plot(_places(sweep, dots), values, **style, label=label, linestyle="")
+                axes.plot(_sizes(dots), values, **style, label=label, linestyle="")
             _log_axis(axes)
             _size_axis(axes, sweep)
-        panels[0].plot([], [], color="black", linewidth=1.8, label="line: the handout's formula")
+        if formula:
+            label = "line: the handout's formula"
+            panels[0].plot([], [], color="black", linewidth=1.8, label=label)
         panels[0].set_ylabel("bytes moved, MiB")
         panels[1].set_ylabel("peak extra memory, MiB")
         figure.suptitle(subtitle, x=0.01, ha="left", fontsize=15)
@@ -137,7 +145,7 @@ def _ran_out(styles, rows) -> list[tuple[str, dict]]:
     return [(name, style) for name, style in styles.items() if name in names]
 
 
-def _out_of_memory(axes, sweep, rows, name, attribute, style, scale=1, level=0) -> None:
+def _out_of_memory(axes, rows, name, attribute, style, scale=1, level=0) -> None:
     """Says beside the last point of a provider that the next size ran out of memory.
 
     `level` counts the labels below it, so that those of neighbouring lines do not overlap.
@@ -147,7 +155,7 @@ def _out_of_memory(axes, sweep, rows, name, attribute, style, scale=1, level=0) 
     if sizes and points:
         axes.annotate(
             f"{name}: OOM at {min(sizes):,}" if attribute == "rate" else f"OOM at {min(sizes):,}",
-            (_places(sweep, points)[-1], getattr(points[-1], attribute) / scale),
+            (points[-1].size, getattr(points[-1], attribute) / scale),
             xytext=(-40, 14 + 18 * level) if attribute == "rate" else (8, -18),
             textcoords="offset points",
             fontsize=13,
@@ -156,24 +164,26 @@ def _out_of_memory(axes, sweep, rows, name, attribute, style, scale=1, level=0) 
         )
 
 
-def _crowded(sweep) -> bool:
-    """Whether labels of neighbouring sizes would overlap on a log axis."""
-    return any(b < 1.5 * a for a, b in zip(sweep.sizes, sweep.sizes[1:], strict=False))
-
-
-def _places(sweep, rows) -> list[int]:
-    """Where rows lie on the size axis: at their size, or in the order of sizes that are crowded."""
-    return [sweep.sizes.index(r.size) if _crowded(sweep) else r.size for r in rows]
+def _sizes(rows) -> list[int]:
+    return [r.size for r in rows]
 
 
 def _size_axis(axes, sweep) -> None:
-    labels = [f"{size:,}" for size in sweep.sizes]
-    if _crowded(sweep):
-        axes.set_xticks(range(len(labels)), labels)
-    else:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sweep.sizes, labels)
+    """The size axis, in powers of two, with a label at each size; close ones lie lower."""
+    inches = axes.figure.get_figwidth() / axes.get_subplotspec().get_gridspec().ncols - 1.3
+    doublings = math.log2(max(sweep.sizes) / min(sweep.sizes)) or 1.0
+    labels, taken = [], {}  # line -> where its last label ends, in inches
+    for size in sweep.sizes:
+        text, place = f"{size:,}", math.log2(size / min(sweep.sizes)) / doublings * inches
+        half = LETTER * (len(text) + 1) / 2
+        line = next((n for n in range(3) if place - half >= taken.get(n, -inches)), None)
+        labels.append("" if line is None else "\n" * line + text)
+        taken[line] = place + half
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sweep.sizes, labels)
     axes.xaxis.set_minor_locator(NullLocator())
+    if len(sweep.sizes) == 1:
+        axes.set_xlim(sweep.sizes[0] / 2, sweep.sizes[0] * 2)
     axes.margins(x=0.06)
     axes.set_xlabel(f"{sweep.axis}" + (" (sequence length)" if sweep.axis == "T" else ""))
 

@@ -336,11 +336,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("lab", help="the lab's number, such as 06")
     add("--impl", default="exercise", help="exercise (default), solution, or a .py file")
     add("--step", type=int, help="which step's function (default: one that takes these tiles)")
-    add("--T", type=bench._positive, default=33, help="sequence length (default 33)")
+    add("--T", type=bench.positive, default=33, help="sequence length (default 33)")
     add("--causal", action="store_true", help="query i sees keys 0 to i only")
-    add("--block-m", type=bench._positive, default=16, help="queries of a tile (default 16)")
-    add("--block-n", type=bench._positive, default=16, help="keys of a tile (default 16)")
-    add("--head-dim", type=bench._positive, default=16, help="head dim D (default 16)")
+    add("--block-m", type=bench.positive, default=16, help="queries of a tile (default 16)")
+    add("--block-n", type=bench.positive, default=16, help="keys of a tile (default 16)")
+    add("--head-dim", type=bench.positive, default=16, help="head dim D (default 16)")
     add("--row", type=int, help="query whose path is shown (default: one that misses keys, or T-1)")
     add("--out", type=Path, help="folder for the results (default runs/trace-NN-IMPL)")
 
@@ -348,9 +348,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     lab = find_lab(args.lab)
     _check(args)
-    module = bench.lab_bench(lab)
+    module = bench.lab_bench(lab) if (lab / "bench.py").is_file() else None
     if not hasattr(module, "traced"):
-        raise LoadError(f"{lab.name} has nothing to trace (no `traced` in its bench.py)")
+        having = bench.labs_with("traced")
+        raise LoadError(f"lab {lab.name[:2]} has nothing to trace; {having} have")
     torch.set_num_threads(1)  # tiles are small: more threads only wait for each other
     choices = module.traced(load(lab, args.impl), args)
     traced = next((t for t in choices if args.step in (None, t.step)), None)

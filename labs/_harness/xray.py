@@ -83,6 +83,7 @@ class XRay:
         file: the implementation. launchers: names of what launches its kernels.
         defaults: options of the lab's launches, with their default values.
         unwritten: launcher -> reminder of a step that is not written yet.
+        gluon: names of its functions in Gluon.
         archs: the cards that the lab's kernels are for.
     """
 
@@ -91,17 +92,19 @@ class XRay:
         self.lab = _impl.find_lab(lab).name
         self.file = _impl.source_file(self.lab, impl)
         self.limit, self.cache = limit, cache
-        self.bench = bench.lab_bench(_impl.LABS / self.lab)
+        bench_file = _impl.LABS / self.lab / "bench.py"
+        self.bench = bench.lab_bench(_impl.LABS / self.lab) if bench_file.is_file() else None
         if not hasattr(self.bench, "launches"):
-            raise LoadError(f"{self.lab} has nothing to X-ray (no `launches` in its bench.py)")
+            having = bench.labs_with("launches")
+            raise LoadError(f"lab {self.lab[:2]} has no kernels to X-ray; {having} have")
         parameters = list(inspect.signature(self.bench.launches).parameters.values())[1:]
         self.defaults = {p.name: p.default for p in parameters}
         self.launchers = list(self.bench.launches(None))
         self.archs = list(getattr(self.bench, "ARCHS", CARDS))
         found = {name: reminder(self.file, name) for name in self.launchers}
         self.unwritten = {name: text for name, text in found.items() if text}
+        self.gluon = gluon_functions(self.file)
         self.done: dict[str, list[Compiled]] = {}
-        bench_file = _impl.LABS / self.lab / "bench.py"
         sources = self.file, bench_file, Path(compiler.__file__), Path(sass.__file__)
         environment = {k: v for k, v in os.environ.items() if k.startswith("TRITON_PTXAS")}
         parts = [*(file.read_text() for file in sources), runtime.setup().triton_version]
@@ -192,6 +195,18 @@ class XRay:
 def name_of(c: Compiled) -> tuple[str, str, str]:
     """A kernel on a card, whatever its options."""
     return c.launcher, c.kernel, c.arch
+
+
+def gluon_functions(file: Path) -> set[str]:
+    """Names of the functions that @gluon.jit makes kernels, or helpers of kernels."""
+    try:
+        tree = ast.parse(file.read_text())
+    except (SyntaxError, ValueError):  # loading it says what is wrong
+        return set()
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {
+        f.name for f in functions if any("gluon.jit" in ast.unparse(d) for d in f.decorator_list)
+    }
 
 
 def reminder(file: Path, launcher: str) -> str | None:
@@ -295,18 +310,19 @@ def report(xray: XRay, kernels: list[Compiled], advice: dict) -> list[str]:
     for launcher in xray.launchers:
         mine = [c for c in kernels if c.launcher == launcher]
         for name in dict.fromkeys(c.kernel for c in mine):
-            lines += ["", *_kernel([c for c in mine if c.kernel == name], advice, xray.file)]
+            lines += ["", *_kernel([c for c in mine if c.kernel == name], advice, xray)]
     return lines
 
 
-def _kernel(rows: list[Compiled], advice: dict, file: Path) -> list[str]:
+def _kernel(rows: list[Compiled], advice: dict, xray: XRay) -> list[str]:
     first = rows[0]
     if all(c.unwritten for c in rows):
         return [f"{first.launcher}: not written yet ({first.unwritten})"]
     lines = [f"{first.kernel or 'no kernel'}, launched by {first.launcher}"]
     compiled = [c for c in rows if not c.error]
     if compiled:
-        lines[0] += f": {first.num_warps} warps, num_stages={first.num_stages}"
+        if first.kernel not in xray.gluon:  # which says in the kernel how many of each
+            lines[0] += f": {first.num_warps} warps, num_stages={first.num_stages}"
         form = "  {:<7}{:<15}{:>9}{:>8} {:>18} {:>11} {:>10}  {}"
         titles = "card", "", "registers", "spilled", "shared of limit", "tensor core", "async copy"
         lines.append(form.format(*titles, "verdict"))
@@ -325,7 +341,7 @@ def _kernel(rows: list[Compiled], advice: dict, file: Path) -> list[str]:
         archs = ", ".join(c.arch for c in same)
         lines.append(f"  {verdict(same[0])}: {archs}")
         if not same[0].timed_out:
-            lines += [f"    {line}" for line in complaint(same[0], file)]
+            lines += [f"    {line}" for line in complaint(same[0], xray.file)]
             lines += [f"    hint: {hint(same[0].error)}"] if hint(same[0].error) else []
     return lines
 
@@ -409,19 +425,13 @@ def _archs(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
 def _seconds(text: str) -> float:
     if not 0 < float(text) < 1e6:
         raise ValueError
     return float(text)
 
 
-_positive.__name__, _seconds.__name__ = "positive number", "number of seconds"
+_seconds.__name__ = "number of seconds"
 OPTIONS = "block_m block_n num_warps num_stages head_dim dtype causal registers".split()
 
 
@@ -432,11 +442,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("lab", help="the lab's number, such as 06")
     add("--impl", default="exercise", help="exercise (default), solution, or a .py file")
     add("--arch", type=_archs, metavar="SM,SM,...", help=f"of {', '.join(CARDS)} (default all)")
-    add("--block-m", type=_positive, help="query rows of a tile")
-    add("--block-n", type=_positive, help="key rows of a tile")
-    add("--num-warps", type=_positive, help="warps of a program")
-    add("--num-stages", type=_positive, help="key tiles in flight")
-    add("--head-dim", type=_positive, help="head dim D")
+    add("--block-m", type=bench.positive, help="query rows of a tile")
+    add("--block-n", type=bench.positive, help="key rows of a tile")
+    add("--num-warps", type=bench.positive, help="warps of a program")
+    add("--num-stages", type=bench.positive, help="key tiles in flight")
+    add("--head-dim", type=bench.positive, help="head dim D")
     add("--dtype", choices=["float16", "bfloat16", "float32"], help="of the inputs")
     mask = parser.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_true", default=None, help="causal mask")
@@ -490,6 +500,8 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         ended = "stopped by Ctrl-C; what was done is kept"
     except CompileFailed as error:
+        if str(error).startswith(_impl._shown(xray.file)):  # the loader's words: it does not load
+            raise LoadError(str(error)) from None
         ended = f"error: {error}"
     kernels = [c for unit in units for c in xray.of(unit)]
     if args.sweep:

@@ -295,12 +295,41 @@ def test_files_say_what_was_run(monkeypatch, tmp_path, capsys):
     assert max(map(len, capsys.readouterr().out.split("\n")[:-5])) <= 100
 
 
-def test_check_without_a_gpu_is_one_line(monkeypatch, capsys):
+@pytest.mark.parametrize("option", ["--check", "--tune"])
+def test_check_and_tune_without_a_gpu_are_one_line(monkeypatch, capsys, option):
     monkeypatch.setattr(runtime, "setup", lambda: runtime.Runtime("cpu", True, "3", "no GPU"))
-    assert bench.run(parse("06", "--check")) == 2
+    assert bench.run(parse("06", option)) == 2
     out = capsys.readouterr()
     assert out.out == ""
-    assert out.err.count("\n") == 1
+    assert out.err == f"bench {option} needs a GPU: no GPU\n"
+
+
+@pytest.mark.parametrize("gpu", [None, FakeGpu()])
+def test_a_card_is_for_lab_03_only(gpu):
+    with pytest.raises(LoadError, match="--card is an option of lab 03 only: got lab 06"):
+        bench.run(parse("06", "--card", "T4"), gpu)
+
+
+def test_a_lab_without_a_benchmark_says_which_have_one():
+    with pytest.raises(LoadError, match=r"^lab 02 has no benchmark; labs 01, 03, .* and 11 have"):
+        bench.run(parse("02"))
+
+
+@pytest.mark.parametrize(("impl", "word"), [("solution", "reference"), ("exercise", "yours")])
+def test_the_reference_is_not_called_yours(monkeypatch, tmp_path, capsys, impl, word):
+    made = sweep(
+        bench.Provider("yours (fast)", doubled, yours=True),
+        bench.Provider("not yours", doubled),
+        tune=[bench.Provider("yours (fast)", doubled, yours=True, config="8x8")],
+        tuned="yours (fast)",
+        cost=("yours (fast)",),
+    )
+    lab = types.SimpleNamespace(timed=lambda *a: [made])
+    monkeypatch.setattr(bench, "lab_bench", lambda folder: lab)
+    assert bench.run(parse("06", "--impl", impl, "--out", tmp_path), FakeGpu()) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert {r["provider"] for r in rows} == {f"{word} (fast)", "not yours"}
+    assert "best at n=8: 8x8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
@@ -312,12 +341,20 @@ def test_check_prints_got_and_wanted(monkeypatch, capsys, ok, code):
     assert "error: 2e-3 (wanted <= 1e-3)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("bad", [["--lengths", "0"], ["--lengths", "x"], ["--batch", "-1"]])
-def test_bad_arguments_are_refused(bad, capsys):
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (["--lengths", "0"], "lengths must be 1 or more: got 0"),
+        (["--lengths", "64,-3"], "lengths must be 1 or more: got -3"),
+        (["--lengths", "x"], "lengths must be numbers such as 512,1024: got 'x'"),
+        (["--batch", "-1"], "--batch: must be a whole number, 1 or more: got '-1'"),
+    ],
+)
+def test_bad_arguments_are_refused(bad, says, capsys):
     with pytest.raises(SystemExit) as stop:
         parse("06", *bad)
     assert stop.value.code == 2
-    assert "invalid" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 def test_unknown_sweep(tmp_path):
@@ -385,6 +422,44 @@ def test_many_versions_have_a_line_each():
     assert len(styles) == len(looks) == 41
 
 
+def axis_of(sizes):
+    """The size axis of a figure with two panels, as it is drawn."""
+    figure, panels = plot.plt.subplots(1, 2, figsize=(14, 7))
+    plot._size_axis(panels[0], sweep(sizes=sizes))
+    plot.plt.close(figure)
+    return panels[0]
+
+
+def test_sizes_lie_where_their_numbers_are():
+    axes = axis_of([1000, 1024, 4096, 16384])
+    assert axes.get_xscale() == "log"
+    assert list(axes.get_xticks()) == [1000, 1024, 4096, 16384]
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == ["1,000", "\n1,024", "4,096", "16,384"]  # close ones one below the other
+
+
+def test_one_size_has_an_axis_and_a_formula_that_shows(tmp_path, monkeypatch):
+    low, high = axis_of([1000]).get_xlim()
+    assert low < 1000 < high
+    lines = []
+
+    def save(figure, path):
+        lines.extend((x.get_label(), x.get_marker()) for x in figure.axes[0].lines)
+        return path
+
+    monkeypatch.setattr(plot, "_save", save)
+    made = sweep(bench.Provider("mine", doubled, yours=True), sizes=[8])
+    row = bench.Row("double", 8, "mine", True, moved=64, peak=32, moved_formula=64)
+    plot.counts(tmp_path / "x.png", made, [row], "title")
+    assert [marker for _, marker in lines] == ["_", "o", "None"]
+    assert lines[-1][0] == "line: the handout's formula"
+    lines.clear()
+    row.moved_formula = None
+    plot.counts(tmp_path / "x.png", made, [row], "title")
+    assert not any("formula" in label for label, _ in lines)
+    plot.plt.close("all")
+
+
 # ---------------------------------------------------------------- lab 06
 lab06 = bench.lab_bench(find_lab("06"))
 
@@ -444,7 +519,7 @@ def test_the_whole_timed_path_on_a_fake_card(tmp_path, capsys):
     assert bench.run(parse(*argv, "--out", tmp_path), FakeGpu()) == 0
     report = json.loads((tmp_path / "results.json").read_text())
     status = {r["provider"]: r["status"] for r in report["rows"]}
-    for name in ("yours (Triton)", "yours (tiled PyTorch)", "naive", "SDPA MATH", "copy"):
+    for name in ("reference (Triton)", "reference (tiled PyTorch)", "naive", "SDPA MATH", "copy"):
         assert status[name] == "ok"
     assert set(status.values()) <= {"ok", "n/a"}
     assert max(map(len, capsys.readouterr().out.split("\n")[:40])) <= 100

@@ -359,15 +359,15 @@ def test_reports(graded):
     out = graded[1].stdout
     assert "untouched stub: 8 tests, 6 of them count" in out
     assert f"{LAB}: 18 submissions, 2 at a time" in out
-    counted = [int(number) for number in re.findall(r"^\[(\d+)/17\]", out, re.MULTILINE)]
-    assert counted == list(range(1, 18))
+    counted = [int(number) for number in re.findall(r"^\[(\d+)/18\]", out, re.MULTILINE)]
+    assert counted == list(range(1, 19))
     assert re.search(r"exit_print: .*2 tests fail; ended its process, printed 20.0 MB", out)
     for name in ("results.csv", "results.json", "logs/"):
         assert f"wrote {graded[2][2] / name}" in out
     assert re.search(r"^right +10 +20 +30 +30 +\d+ s  all tests pass$", out, re.MULTILINE)
     with (graded[2][2] / "results.csv").open(newline="") as file:
         lines = {line["submission"]: line for line in csv.DictReader(file)}
-    assert len(lines) == 17
+    assert len(lines) == 18
     assert lines["bug_cheat"]["step 2 tests"] == "3 of 5"
     assert (lines["right"]["points"], lines["right"]["of"]) == ("30", "30")
     report = json.loads((graded[2][2] / "results.json").read_text())

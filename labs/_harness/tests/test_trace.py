@@ -479,6 +479,13 @@ def test_command_refuses_in_one_line(args, want, capsys, monkeypatch, tmp_path):
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("lab", ["01", "02"])
+def test_a_lab_without_attention_says_which_labs_can_be_traced(capsys, lab):
+    assert command(lab) == 2
+    want = f"error: lab {lab} has nothing to trace; labs 06, 07, 08, 09 and 10 have\n"
+    assert capsys.readouterr().err == want
+
+
 def stub(folder):
     """The untouched exercise, whatever has become of the one in the lab's folder."""
     file = folder / "stub.py"

@@ -326,10 +326,12 @@ def test_ctrl_c_keeps_what_is_done(pretend, tmp_path, capsys, sweep):
     [
         (["06", "--arch=sm_75"], "unknown 'sm_75'; known are sm_80, sm_86"),
         (["06", "--arch=,"], "no architecture"),
-        (["06", "--block-m=0"], "invalid positive number value: '0'"),
+        (["06", "--block-m=0"], "--block-m: must be a whole number, 1 or more: got '0'"),
         (["06", "--dtype=int8"], "invalid choice: 'int8'"),
         (["06", "--time-limit=-1"], "invalid number of seconds"),
         (["77"], "no lab at '77'"),
+        (["01"], "error: lab 01 has no kernels to X-ray; labs 04, 05, "),
+        (["02"], "error: lab 02 has no kernels to X-ray; labs 04, 05, "),
         (["06", "--impl=nobody.py"], "no file 'nobody.py'"),
     ],
 )
@@ -567,6 +569,19 @@ def test_a_file_that_hangs_or_dies(tmp_path, monkeypatch, code, says):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("code", "says"), [("def f(:", "SyntaxError: invalid syntax"), ("1 / 0", "ZeroDivisionError")]
+)
+def test_a_file_that_does_not_load_is_an_argument_that_is_wrong(tmp_path, capsys, code, says):
+    file = tmp_path / "student.py"
+    file.write_text(code + "\n")
+    assert __main__.main(["xray", "06", "--arch=sm_90", "--impl", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert f"error: {file}, line 1: {says}" in err
+    assert err.count("\n") == 1
+
+
+@needs_compiler
 def test_a_crash_of_the_compiler_costs_one_kernel_only(tmp_path):
     crash = """
 import os
@@ -610,6 +625,16 @@ def test_a_descriptor_has_the_type_that_triton_gives_it():
     x = torch.empty(128, 64, dtype=torch.bfloat16)
     found = compiler._type_of(TensorDescriptor.from_tensor(x, [64, 64], layout))
     assert found == f"tensordesc<bf16[64, 64],{layout!r}>"
+
+
+def test_warps_and_stages_of_a_launch_are_not_those_of_a_gluon_kernel(tmp_path):
+    lines = {}
+    for name, head in (("_gluon", "@gluon.jit"), ("_triton", "@triton.jit(do_not_specialize=[])")):
+        file = edited(tmp_path, append=f"\n\n{head}\ndef {name}(x):\n    pass\n")
+        found = xray.XRay(LAB, str(file), cache=None)
+        lines[name] = xray._kernel([kernel(kernel=name)], {}, found)[0]
+    assert lines["_gluon"] == "_gluon, launched by triton_flash_attention"
+    assert lines["_triton"].endswith("triton_flash_attention: 4 warps, num_stages=3")
 
 
 def test_a_lab_for_one_card_is_compiled_for_that_one():
