@@ -16,6 +16,8 @@ import torch
 from labs._harness import memory, oracle, runtime
 from labs._harness.cases import (
     check_compiles,
+    check_kept,
+    check_not_written,
     fenced_qkv,
     interpreter_only,
     kernel_dtypes,
@@ -75,24 +77,6 @@ def check_same(got, want, what, **tolerance):
         i = int((got - want).abs().flatten().nan_to_num(math.inf).argmax())
         pair = want.flatten()[i].item(), got.flatten()[i].item()
         raise AssertionError(f"{what}: want {pair[0]:.8g}, got {pair[1]:.8g} where it is worst")
-
-
-def check_kept(results, kept, call="second"):
-    """A first call's results are what they were, after a later call."""
-    for got, old in zip(results, kept, strict=True):
-        changed = (got != old).sum().item()
-        assert changed == 0, (
-            f"a {call} call must not write into the first one's result: want 0 numbers changed, "
-            f"got {changed} of {got.numel()}"
-        )
-
-
-def check_not_written(name, x):
-    numbers = x.numel() - x.isnan().sum().item()
-    assert numbers == 0, (
-        f"no program ran, so {name} is not written: want 0 numbers, got {numbers}; only the kernel "
-        "may write it"
-    )
 
 
 def check_stats(lab, row, sizes):
@@ -749,7 +733,7 @@ def test_triton_softmax_is_the_kernels_work(lab, device):
     lab.triton_softmax(x)
     with lab.no_program():
         y = lab.triton_softmax(x)
-    check_not_written("the result", y)
+    check_not_written(y=y)
 
 
 @step4
@@ -760,7 +744,7 @@ def test_triton_softmax_follows_its_input(lab, device):
     x.copy_(oracle.inputs(3, 20, device=device))
     for _ in range(3):
         oracle.softmax(x).check(lab.triton_softmax(x))
-    check_kept([first], [kept], "later")
+    check_kept([first], [kept])
 
 
 @step4
@@ -926,8 +910,7 @@ def test_triton_flash_attention_is_the_kernels_work(lab, device):
     lab.triton_flash_attention(q, k, v)
     with lab.no_program():
         results = lab.triton_flash_attention(q, k, v)
-    for name, x in zip(("out", "lse"), results, strict=True):
-        check_not_written(name, x)
+    check_not_written(**dict(zip(("out", "lse"), results, strict=True)))
 
 
 @step5

@@ -800,11 +800,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, help="folder for results (default runs/bench-NN-IMPL-TIME)")
 
 
-def lab_bench(lab: Path) -> ModuleType:
-    """The lab's bench.py, loaded by file. Raises LoadError if the lab has none."""
+def lab_bench(
+    lab: Path, function: str = "counted", lacks: str = "has no benchmark; {} have one"
+) -> ModuleType:
+    """The lab's bench.py, loaded by file. Raises LoadError if it does not define `function`.
+
+    Args:
+        lacks: what the error says then; {} stands for the labs that have it.
+    """
     file = lab / "bench.py"
-    if not file.is_file():
-        raise LoadError(f"lab {lab.name[:2]} has no benchmark; {labs_with('counted')} have one")
+    if not (file.is_file() and _defines(file, function)):
+        raise LoadError(f"lab {lab.name[:2]} {lacks.format(labs_with(function))}")
     spec = importlib.util.spec_from_file_location(f"labs_bench.{lab.name}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -814,10 +820,13 @@ def lab_bench(lab: Path) -> ModuleType:
 
 def labs_with(function: str) -> str:
     """Such as "labs 06, 07 and 10": those whose bench.py defines a function."""
-    define = re.compile(rf"^def {function}\(", re.M)
     files = [(name[:2], LABS / name / "bench.py") for name in labs()]
-    *most, last = [n for n, file in files if file.is_file() and define.search(file.read_text())]
+    *most, last = [n for n, file in files if file.is_file() and _defines(file, function)]
     return f"labs {', '.join(most)} and {last}" if most else f"lab {last}"
+
+
+def _defines(file: Path, function: str) -> bool:
+    return re.search(rf"^def {function}\(", file.read_text(), re.M) is not None
 
 
 def named_reference(sweep: Sweep) -> Sweep:

@@ -48,6 +48,26 @@ def fenced_qkv(*args, **kwargs) -> tuple[torch.Tensor, ...]:
     return tuple(memory.fenced(x) for x in oracle.qkv(*args, **kwargs))
 
 
+def check_kept(results, kept) -> None:
+    """A first call's results are what they were (`kept`, copies of them), after a later call."""
+    for got, old in zip(results, kept, strict=True):
+        changed = (got != old).sum().item()
+        assert changed == 0, (
+            f"a later call must not write into the first one's result: want 0 numbers changed, "
+            f"got {changed} of {got.numel()}"
+        )
+
+
+def check_not_written(**results) -> None:
+    """What a launcher returned by name, when no program of its kernels ran, is NaN throughout."""
+    for name, x in results.items():
+        numbers = x.numel() - x.isnan().sum().item()
+        assert numbers == 0, (
+            f"no program ran, so {name} is not written: want 0 numbers, got {numbers}; only the "
+            "kernel may write it"
+        )
+
+
 def check_compiles(lab, request, launcher: str, *contains: str, **options) -> None:
     """`xray.check` of the code under test; results are kept, but not with -p no:cacheprovider."""
     cached = hasattr(request.config, "cache")

@@ -65,6 +65,7 @@ class Compiled:
     kernel: str = ""
     num_warps: int = 4
     num_stages: int = 3
+    gluon: bool = False  # then the kernel itself says how many warps and stages
     error: str | None = None
     line: int | None = None
     text: str = ""
@@ -86,6 +87,10 @@ class Compiled:
 
 class CompileFailed(RuntimeError):
     """The child process did not get as far as compiling; the message is one line."""
+
+
+class NotLoaded(CompileFailed):
+    """The file under test does not load; the message is the loader's."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ def stream(
         for line in lines:
             entry = json.loads(line)
             if "failed" in entry:
-                raise CompileFailed(entry["failed"])
+                raise NotLoaded(entry["failed"])
             doing, lines.seconds = entry.get("doing", doing), limit + GRACE
             if "unit" in entry:
                 done += 1
@@ -314,11 +319,12 @@ def _compile(launch: _Launch, blank: Compiled) -> Compiled:
         kernel=launch.fn.__name__,
         num_warps=options.get("num_warps", blank.num_warps),
         num_stages=options.get("num_stages", blank.num_stages),
+        gluon=getattr(launch.fn, "is_gluon", bool)(),
     )
     start = time.monotonic()
     try:
         source_type = ASTSource
-        if getattr(launch.fn, "is_gluon", bool)():
+        if result.gluon:
             from triton.experimental.gluon._runtime import GluonASTSource as source_type
         source = source_type(launch.fn, launch.signature, launch.constexprs, launch.attrs)
         target = GPUTarget("cuda", int(blank.arch.removeprefix("sm_")), 32)

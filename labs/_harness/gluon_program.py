@@ -276,7 +276,7 @@ class Program:
                 len(me.products),
                 len(me.stores),
                 **more,
-            )  # fmt: skip
+            )
         )
 
     def record_write(self, tensor):
@@ -377,10 +377,13 @@ class Program:
         outer = self.current
         names = [function.__name__ for function, _ in functions]
         self.partitions = [
-            Partition(f"{name} {i}" if names.count(name) > 1 else name, *functions[i], *size)
-            for i, (name, size) in enumerate(
-                zip(names, zip(warps, registers, strict=True), strict=True)
+            Partition(
+                f"{name} {i}" if names.count(name) > 1 else name,
+                *functions[i],
+                warps[i],
+                registers[i],
             )
+            for i, name in enumerate(names)
         ]
         threads = [
             threading.Thread(target=self.run_partition, args=(p,), daemon=True)

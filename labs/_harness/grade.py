@@ -478,7 +478,7 @@ class Grading:
         lab = template / "labs" / self.options.lab
         stub = Submission("the untouched stub", lab / "exercise.py")
         limits = f"{self.options.seconds:g} s, {marks.gigabytes(self.options.memory)} each"
-        number = f"{marks.count(len(self.submissions), 'submission')}, {self.jobs} at a time"
+        number = f"{steps.count(len(self.submissions), 'submission')}, {self.jobs} at a time"
         print(f"{self.options.lab}: {number}; {limits}", flush=True)
         job = Job(stub, stub.file, work / "stub", self.options, template)
         self._loop([job], lambda job: None)
@@ -604,7 +604,7 @@ class Grading:
             print(f"wrote {out / file.name}")
         print(f"wrote {out / 'logs'}/")
         if interrupted:
-            missing = marks.count(len(self.submissions) - len(rows), "submission")
+            missing = steps.count(len(self.submissions) - len(rows), "submission")
             print(f"stopped; not graded: {missing}", file=sys.stderr)
             return 130
         return 1 if any(row.points is None for row in rows) else 0

@@ -43,11 +43,6 @@ def gigabytes(size: float) -> str:
     return f"{size / 2**30:.3g} GB"
 
 
-def count(number: int, thing: str) -> str:
-    """Text such as "1 test" and "3 tests"."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
 # ---------------------------------------------------------------- scoring
 @dataclass
 class StepRow:
@@ -357,8 +352,8 @@ def _verdict(row: Row) -> str:
         return "not written"
     states = Counter(f["state"] for f in row.failures)
     failing = len(row.failures) - sum(states[state] for state in _UNTOUCHED)
-    words = [f"{count(failing, 'test')} {'fails' if failing == 1 else 'fail'}"] if failing else []
-    words += [f"{count(states[s], 'test')} {s}" for s in _UNTOUCHED if states[s]]
+    words = [f"{steps.count(failing)} {'fails' if failing == 1 else 'fail'}"] if failing else []
+    words += [f"{steps.count(states[s])} {s}" for s in _UNTOUCHED if states[s]]
     return ", ".join(words)
 
 

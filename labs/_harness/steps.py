@@ -410,7 +410,7 @@ def render(lab: str, rows: dict[str, dict], impl: str, section=None) -> list[str
         if row.get("earlier"):
             remarks.append("an earlier run")
         if now and row.get("file") not in (None, now):  # boards of old had no digest
-            remarks.append(f"before {_file_name(impl)} changed")
+            remarks.append(f"before {source_file(lab, impl).name} changed")
             changed.append(number)
         remark = f"({', '.join(remarks)})" if remarks else ""
         note = f"{_note(row)} {remark}".strip()
@@ -427,22 +427,23 @@ def _note(row: dict) -> str:
     ran, passed, skipped = sum(tests.values()), tests.get("passed", 0), tests.get("skipped", 0)
     of = row.get("of") or ran
     if state == "failing":
-        total = _tests(ran) if ran >= of else f"{_tests(ran)} run, {of} in all"
+        total = count(ran) if ran >= of else f"{count(ran)} run, {of} in all"
         return f"{tests['failed']} of {total}; first: {row['first_failure']}"
     if state == "passed":
         more = f", {skipped} skipped: {_clip(row.get('reason'))}" if skipped else ""
-        return _tests(passed) + more
+        return count(passed) + more
     if state == PARTLY:
         more = f", {skipped} skipped" if skipped else ""
-        return f"{passed} of {_tests(of)} passed{more}, the rest not run"
+        return f"{passed} of {count(of)} passed{more}, the rest not run"
     if state == WAITING:
         need = f"{tests[WAITING]} {'needs' if tests[WAITING] == 1 else 'need'}"
-        return f"{_tests(passed)} passed, {need} step {row['waits_for']} first"
+        return f"{count(passed)} passed, {need} step {row['waits_for']} first"
     return _clip(row.get("reason")) if state == "skipped" else ""
 
 
-def _tests(n: int) -> str:
-    return "1 test" if n == 1 else f"{n} tests"
+def count(number: int, thing: str = "test") -> str:
+    """Text such as "1 test" and "3 tests"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _advice(lab: str, impl: str, shown: dict, todo: list[tuple], changed: list[int]) -> list[str]:
@@ -498,10 +499,6 @@ def _next(lab: str, impl: str, file: Path, number: int, name: str, row: dict) ->
 
 def _option(impl: str) -> str:
     return "" if impl == "exercise" else f" --impl={impl}"
-
-
-def _file_name(impl: str) -> str:
-    return Path(impl).name if impl.endswith(".py") else f"{impl}.py"
 
 
 def _clip(text: str | None, width: int = 70) -> str:

@@ -348,10 +348,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     lab = find_lab(args.lab)
     _check(args)
-    module = bench.lab_bench(lab) if (lab / "bench.py").is_file() else None
-    if not hasattr(module, "traced"):
-        having = bench.labs_with("traced")
-        raise LoadError(f"lab {lab.name[:2]} has nothing to trace; {having} have")
+    module = bench.lab_bench(lab, "traced", "has nothing to trace; {} have")
     torch.set_num_threads(1)  # tiles are small: more threads only wait for each other
     choices = module.traced(load(lab, args.impl), args)
     traced = next((t for t in choices if args.step in (None, t.step)), None)

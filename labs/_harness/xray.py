@@ -50,7 +50,7 @@ from labs._harness.cards import (
     state,
     verdict,
 )
-from labs._harness.compiler import Compiled, CompileFailed, Unit
+from labs._harness.compiler import Compiled, CompileFailed, NotLoaded, Unit
 from labs._impl import ROOT, LoadError
 
 CACHE = ROOT / "runs" / "xray-cache"
@@ -83,7 +83,6 @@ class XRay:
         file: the implementation. launchers: names of what launches its kernels.
         defaults: options of the lab's launches, with their default values.
         unwritten: launcher -> reminder of a step that is not written yet.
-        gluon: names of its functions in Gluon.
         archs: the cards that the lab's kernels are for.
     """
 
@@ -92,20 +91,16 @@ class XRay:
         self.lab = _impl.find_lab(lab).name
         self.file = _impl.source_file(self.lab, impl)
         self.limit, self.cache = limit, cache
-        bench_file = _impl.LABS / self.lab / "bench.py"
-        self.bench = bench.lab_bench(_impl.LABS / self.lab) if bench_file.is_file() else None
-        if not hasattr(self.bench, "launches"):
-            having = bench.labs_with("launches")
-            raise LoadError(f"lab {self.lab[:2]} has no kernels to X-ray; {having} have")
+        folder, lacks = _impl.LABS / self.lab, "has no kernels to X-ray; {} have"
+        self.bench = bench.lab_bench(folder, "launches", lacks)
         parameters = list(inspect.signature(self.bench.launches).parameters.values())[1:]
         self.defaults = {p.name: p.default for p in parameters}
         self.launchers = list(self.bench.launches(None))
         self.archs = list(getattr(self.bench, "ARCHS", CARDS))
         found = {name: reminder(self.file, name) for name in self.launchers}
         self.unwritten = {name: text for name, text in found.items() if text}
-        self.gluon = gluon_functions(self.file)
         self.done: dict[str, list[Compiled]] = {}
-        sources = self.file, bench_file, Path(compiler.__file__), Path(sass.__file__)
+        sources = self.file, folder / "bench.py", Path(compiler.__file__), Path(sass.__file__)
         environment = {k: v for k, v in os.environ.items() if k.startswith("TRITON_PTXAS")}
         parts = [*(file.read_text() for file in sources), runtime.setup().triton_version]
         self._base = repr((parts, sorted(environment.items())))
@@ -195,18 +190,6 @@ class XRay:
 def name_of(c: Compiled) -> tuple[str, str, str]:
     """A kernel on a card, whatever its options."""
     return c.launcher, c.kernel, c.arch
-
-
-def gluon_functions(file: Path) -> set[str]:
-    """Names of the functions that @gluon.jit makes kernels, or helpers of kernels."""
-    try:
-        tree = ast.parse(file.read_text())
-    except (SyntaxError, ValueError):  # loading it says what is wrong
-        return set()
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return {
-        f.name for f in functions if any("gluon.jit" in ast.unparse(d) for d in f.decorator_list)
-    }
 
 
 def reminder(file: Path, launcher: str) -> str | None:
@@ -310,18 +293,18 @@ def report(xray: XRay, kernels: list[Compiled], advice: dict) -> list[str]:
     for launcher in xray.launchers:
         mine = [c for c in kernels if c.launcher == launcher]
         for name in dict.fromkeys(c.kernel for c in mine):
-            lines += ["", *_kernel([c for c in mine if c.kernel == name], advice, xray)]
+            lines += ["", *_kernel([c for c in mine if c.kernel == name], advice, xray.file)]
     return lines
 
 
-def _kernel(rows: list[Compiled], advice: dict, xray: XRay) -> list[str]:
+def _kernel(rows: list[Compiled], advice: dict, file: Path) -> list[str]:
     first = rows[0]
     if all(c.unwritten for c in rows):
         return [f"{first.launcher}: not written yet ({first.unwritten})"]
     lines = [f"{first.kernel or 'no kernel'}, launched by {first.launcher}"]
     compiled = [c for c in rows if not c.error]
     if compiled:
-        if first.kernel not in xray.gluon:  # which says in the kernel how many of each
+        if not first.gluon:
             lines[0] += f": {first.num_warps} warps, num_stages={first.num_stages}"
         form = "  {:<7}{:<15}{:>9}{:>8} {:>18} {:>11} {:>10}  {}"
         titles = "card", "", "registers", "spilled", "shared of limit", "tensor core", "async copy"
@@ -341,7 +324,7 @@ def _kernel(rows: list[Compiled], advice: dict, xray: XRay) -> list[str]:
         archs = ", ".join(c.arch for c in same)
         lines.append(f"  {verdict(same[0])}: {archs}")
         if not same[0].timed_out:
-            lines += [f"    {line}" for line in complaint(same[0], xray.file)]
+            lines += [f"    {line}" for line in complaint(same[0], file)]
             lines += [f"    hint: {hint(same[0].error)}"] if hint(same[0].error) else []
     return lines
 
@@ -499,9 +482,9 @@ def run(args: argparse.Namespace) -> int:
             advice = xray.advise([c for c in found if state(c) in (SPILLS, TOO_LARGE)], _progress)
     except KeyboardInterrupt:
         ended = "stopped by Ctrl-C; what was done is kept"
+    except NotLoaded as error:
+        raise LoadError(str(error)) from None
     except CompileFailed as error:
-        if str(error).startswith(_impl._shown(xray.file)):  # the loader's words: it does not load
-            raise LoadError(str(error)) from None
         ended = f"error: {error}"
     kernels = [c for unit in units for c in xray.of(unit)]
     if args.sweep:

@@ -348,7 +348,7 @@ def test_bad_arguments_are_one_line(args, part, capsys):
 def test_an_option_that_a_lab_does_not_have(pretend, monkeypatch, capsys):
     pretend(clean)
     lab = argparse.Namespace(launches=lambda module, columns=64: {})
-    monkeypatch.setattr(xray.bench, "lab_bench", lambda folder: lab)
+    monkeypatch.setattr(xray.bench, "lab_bench", lambda folder, *needs: lab)
     assert __main__.main(["xray", "06", "--impl=solution", "--block-m=64"]) == 2
     assert "has no option --block-m; it has: --columns" in capsys.readouterr().err
 
@@ -628,13 +628,12 @@ def test_a_descriptor_has_the_type_that_triton_gives_it():
 
 
 def test_warps_and_stages_of_a_launch_are_not_those_of_a_gluon_kernel(tmp_path):
-    lines = {}
-    for name, head in (("_gluon", "@gluon.jit"), ("_triton", "@triton.jit(do_not_specialize=[])")):
-        file = edited(tmp_path, append=f"\n\n{head}\ndef {name}(x):\n    pass\n")
-        found = xray.XRay(LAB, str(file), cache=None)
-        lines[name] = xray._kernel([kernel(kernel=name)], {}, found)[0]
-    assert lines["_gluon"] == "_gluon, launched by triton_flash_attention"
-    assert lines["_triton"].endswith("triton_flash_attention: 4 warps, num_stages=3")
+    lines = {
+        gluon: xray._kernel([kernel(kernel="_k", gluon=gluon)], {}, tmp_path)[0]
+        for gluon in (True, False)
+    }
+    assert lines[True] == "_k, launched by triton_flash_attention"
+    assert lines[False].endswith("triton_flash_attention: 4 warps, num_stages=3")
 
 
 def test_a_lab_for_one_card_is_compiled_for_that_one():
@@ -657,6 +656,7 @@ def test_gluon_kernels_compile_and_are_counted():
     found.compile(units)
     copy, product = (found.of(unit)[0] for unit in units)
     assert (copy.error, product.error) == (None, None)
+    assert copy.gluon
     assert copy.instructions["bulk"] >= 2
     assert copy.instructions["wgmma"] == 0
     assert product.instructions["wgmma"] == 16
