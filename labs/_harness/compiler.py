@@ -277,9 +277,9 @@ def _type_of(value) -> str | None:
     """Triton's name of an argument's type; None for what can only be a constexpr."""
     import torch
 
-    if type(value).__name__ == "TensorDescriptor":  # Gluon's, made on the host
-        element = _type_of(value.base)[1:]
-        return f"tensordesc<{element}{list(value.block_shape)},{value.layout!r}>"
+    if type(value).__name__ == "TensorDescriptor":  # made on the host; Gluon's has a layout
+        layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+        return f"tensordesc<{_type_of(value.base)[1:]}{list(value.block_shape)}{layout}>"
 
     if isinstance(value, torch.Tensor):
         names = {
