@@ -534,6 +534,7 @@ def _main() -> None:
     for n, unit in enumerate(units):
         tell(doing=f"calling {unit.launcher}")
         blank = Compiled(unit.launcher, unit.arch, unit.options)
+        runtime.compiling_for = divmod(int(unit.arch.removeprefix("sm_")), 10)
         try:
             launches = _record(bench.launches(module, **unit.options)[unit.launcher])
             if not launches:

@@ -137,6 +137,20 @@ _TOO_EARLY = (
 _NO_GPU = "TRITON_INTERPRET={} turns the CPU interpreter off and there is no GPU; unset it"
 
 
+compiling_for: tuple[int, int] | None = None  # set by the compiler, which has no card
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of the card that a launch on `device` is for: (9, 0) for an H200.
+
+    On the CPU that of the card being compiled for; in the interpreter a Hopper card's, so that what
+    is written for it is tested, too.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return compiling_for or (9, 0)
+
+
 def check_launch(**tensors: torch.Tensor) -> None:
     """Refuses, before a launch, what would fail or give wrong numbers inside a kernel.
 
