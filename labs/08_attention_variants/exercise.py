@@ -24,11 +24,12 @@ from labs._harness.checks import (
     check_kernel_dtype,
     check_qkv,
 )
-from labs._harness.runtime import check_launch
+from labs._harness.runtime import capability, check_launch
 
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # macOS: steps 1 and 6 still run
     triton = None
 
@@ -190,11 +191,13 @@ def attention(
         raise ValueError(f"at most {MAX_PROGRAMS:,} query tiles over all heads: got {programs:,}")
     out = torch.empty_like(q)  # keeps the order of q's axes in memory, also where q has gaps
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    kernel = _attention_kernel if window is None else _window_kernel
-    places = (offset,) if window is None else (offset, window)
+    kernel, tensors, places = _attention_kernel, (q, k, v, out, lse), (offset,)
+    if window is not None:
+        kernel, places = _window_kernel, (offset, window)
+        tensors += _descriptor(k, block_n), _descriptor(v, block_n)
     with torch.cuda.device_of(q):  # the current device may be another GPU
         kernel[(programs,)](
-            *(q, k, v, out, lse),
+            *tensors,
             *(stride for x in (q, k, v, out) for stride in x.stride()[:3]),
             *(H, T, S, *places, 1.0 / math.sqrt(D)),
             GROUP=H // H_kv,
@@ -219,6 +222,19 @@ def _check_kernel(q, k, v, **blocks):
 
 
 # ---------------------------------------------------------------- step 3
+def _descriptor(x, block_n):
+    """x (B, H_kv, S, D) as Hopper's copy engine (TMA) takes it, block_n rows at a time; or None.
+
+    It wants addresses and strides in multiples of 16 bytes; here it is for half dtypes only.
+    """
+    places = [x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3])]
+    if capability(x.device)[0] != 9 or x.element_size() != 2 or block_n > 256:
+        return None
+    if 0 in places or any(place % 16 for place in places):
+        return None
+    return TensorDescriptor.from_tensor(x, [1, 1, block_n, x.shape[3]])
+
+
 if triton is not None:
 
     @triton.jit
@@ -232,6 +248,10 @@ if triton is not None:
         stride_ks: tl.constexpr,
         stride_vs: tl.constexpr,
         stride_ot: tl.constexpr,
+        k_desc,
+        v_desc,
+        b,
+        kv_head,
         pid_m,
         T,
         S,
@@ -242,11 +262,14 @@ if triton is not None:
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
     ):
-        # TODO step 3 (about 45 lines; handout section 4): step 2 for one head, with a window
+        # TODO step 3 (about 50 lines; handout section 4): step 2 for one head, with a window
         #   q_ptr, k_ptr, v_ptr, out_ptr point to row 0 of the head, lse_ptr to its first element
         #   query i sees key j if offset + i - window < j <= offset + i and j < S
         #   keys lo to hi are seen by some row of the tile, full_lo to full_hi by every row
-        #   two loops: full tiles without a mask; then tiles cut by the window and by the diagonal
+        #   two loops: full tiles without a mask; then tiles cut by the window and by the diagonal,
+        #   which are at most 64 keys wide
+        #   where k_desc is not None, one instruction fetches a full tile (and v_desc the same):
+        #   k_desc.load([b, kv_head, start_n, 0]).reshape(BLOCK_N, D)
         tl.static_assert(False, "lab 08 step 3: write _attend")
 
     @triton.jit
@@ -256,6 +279,8 @@ if triton is not None:
         v_ptr,
         out_ptr,
         lse_ptr,
+        k_desc,
+        v_desc,
         stride_qb,
         stride_qh,
         stride_qt: tl.constexpr,
@@ -294,6 +319,10 @@ if triton is not None:
             stride_ks,
             stride_vs,
             stride_ot,
+            k_desc,
+            v_desc,
+            b.to(tl.int32),
+            (h // GROUP).to(tl.int32),
             pid % tiles,
             T,
             S,

@@ -541,7 +541,7 @@ STEP_3 = [
         "test_window_tiles",
         "tiles count as full up to the last row's position, so the earlier rows see the future "
         "(handout section 4)",
-        ("tl.minimum(S, low + 1) - lo", "tl.minimum(S, high) - lo"),
+        ("tl.minimum(S, low + 1) - full_lo", "tl.minimum(S, high) - full_lo"),
     ),
     bug(
         "window-full-past-the-end",
@@ -549,16 +549,19 @@ STEP_3 = [
         ATTEND,
         "test_window_lengths_and_offsets",
         "a full tile reaches past key S - 1: full tiles carry no mask (handout section 4)",
-        ("tl.minimum(S, low + 1) - lo, 0) // BLOCK_N", "low + BLOCK_N - lo, 0) // BLOCK_N"),
+        ("tl.minimum(S, low + 1) - full_lo, 0)", "low + BLOCK_N - full_lo, 0)"),
     ),
     bug(
         "window-loops-overlap",
         3,
         ATTEND,
         "test_window_tiles",
-        "with a window narrower than a tile the second and third loop visit a tile twice "
-        "(handout section 4)",
-        ("full_hi = tl.maximum(full_hi, full_lo)", "full_hi = tl.maximum(full_hi, lo)"),
+        "with a window narrower than a tile the full tiles end before they begin, and those after "
+        "them come twice (handout section 4)",
+        (
+            "tl.maximum(tl.minimum(S, low + 1) - full_lo, 0) // BLOCK_N",
+            "(tl.minimum(S, low + 1) - full_lo) // BLOCK_N",
+        ),
     ),
     bug(
         "window-tiles-after-lost",
@@ -567,7 +570,7 @@ STEP_3 = [
         "test_window_tiles",
         "the tiles that the diagonal cuts start where those that the window cuts end "
         "(handout section 4)",
-        ("after = full_hi + (i - below) * BLOCK_N", "after = lo + i * BLOCK_N"),
+        ("after = full_hi + (i - below) * EDGE", "after = lo + i * EDGE"),
     ),
     waste(
         "window-last-tile-early",
@@ -694,8 +697,58 @@ STEP_3 = [
         LAUNCH,
         "test_window_matches_definition",
         "the window is checked and then ignored",
-        ("_attention_kernel if window is None else _window_kernel", "_attention_kernel"),
-        ("(offset,) if window is None else (offset, window)", "(offset,)"),
+        ("if window is not None:\n        kernel", "if False:\n        kernel"),
+    ),
+    bug(
+        "window-cut-tiles-apart",
+        3,
+        ATTEND,
+        "test_window_wide_tiles",
+        "tiles that the window cuts are 64 keys wide and begin 128 apart (handout section 4)",
+        (
+            "tl.where(i < below, lo + i * EDGE, after)",
+            "tl.where(i < below, lo + i * BLOCK_N, after)",
+        ),
+    ),
+    bug(
+        "window-full-tiles-overlap",
+        3,
+        ATTEND,
+        "test_window_wide_tiles",
+        "full tiles of 128 keys begin 64 apart",
+        ("full_lo + i * BLOCK_N", "full_lo + i * EDGE"),
+    ),
+    waste(
+        "window-cut-tiles-wide",
+        3,
+        ATTEND,
+        "test_window_cut_tiles_are_narrow",
+        "tiles that are cut are as wide as full ones (handout section 4)",
+        ("min(BLOCK_N, 64)", "BLOCK_N"),
+    ),
+    bug(
+        "window-descriptor-first-head",
+        3,
+        ATTEND,
+        "test_window_matches_definition",
+        "full tiles of K come from head 0, whatever the query's",
+        ("k_desc.load([b, kv_head,", "k_desc.load([b, 0,"),
+    ),
+    bug(
+        "window-descriptor-first-batch",
+        3,
+        ATTEND,
+        "test_window_matches_definition",
+        "full tiles of V come from the first element of the batch",
+        ("v_desc.load([b, kv_head,", "v_desc.load([0, kv_head,"),
+    ),
+    bug(
+        "window-descriptor-misaligned",
+        3,
+        "_descriptor",
+        "test_window_half_at_any_address",
+        "a descriptor is made of rows that do not begin at multiples of 16 bytes",
+        ("0 in places or any(place % 16 for place in places)", "False"),
     ),
 ]
 

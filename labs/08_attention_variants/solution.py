@@ -21,11 +21,12 @@ from labs._harness.checks import (
     check_kernel_dtype,
     check_qkv,
 )
-from labs._harness.runtime import check_launch
+from labs._harness.runtime import capability, check_launch
 
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # macOS: steps 1 and 6 still run
     triton = None
 
@@ -250,11 +251,13 @@ def attention(
         raise ValueError(f"at most {MAX_PROGRAMS:,} query tiles over all heads: got {programs:,}")
     out = torch.empty_like(q)  # keeps the order of q's axes in memory, also where q has gaps
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    kernel = _attention_kernel if window is None else _window_kernel
-    places = (offset,) if window is None else (offset, window)
+    kernel, tensors, places = _attention_kernel, (q, k, v, out, lse), (offset,)
+    if window is not None:
+        kernel, places = _window_kernel, (offset, window)
+        tensors += _descriptor(k, block_n), _descriptor(v, block_n)
     with torch.cuda.device_of(q):  # the current device may be another GPU
         kernel[(programs,)](
-            *(q, k, v, out, lse),
+            *tensors,
             *(stride for x in (q, k, v, out) for stride in x.stride()[:3]),
             *(H, T, S, *places, 1.0 / math.sqrt(D)),
             GROUP=H // H_kv,
@@ -279,6 +282,19 @@ def _check_kernel(q, k, v, **blocks):
 
 
 # ---------------------------------------------------------------- step 3
+def _descriptor(x, block_n):
+    """x (B, H_kv, S, D) as Hopper's copy engine (TMA) takes it, block_n rows at a time; or None.
+
+    It wants addresses and strides in multiples of 16 bytes; here it is for half dtypes only.
+    """
+    places = [x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3])]
+    if capability(x.device)[0] != 9 or x.element_size() != 2 or block_n > 256:
+        return None
+    if 0 in places or any(place % 16 for place in places):
+        return None
+    return TensorDescriptor.from_tensor(x, [1, 1, block_n, x.shape[3]])
+
+
 if triton is not None:
 
     @triton.jit
@@ -292,6 +308,10 @@ if triton is not None:
         stride_ks: tl.constexpr,
         stride_vs: tl.constexpr,
         stride_ot: tl.constexpr,
+        k_desc,
+        v_desc,
+        b,
+        kv_head,
         pid_m,
         T,
         S,
@@ -303,7 +323,9 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
     ):
         offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+        EDGE: tl.constexpr = min(BLOCK_N, 64)  # keys of a tile that is cut: wider ones waste more
         offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        offs_e = tl.arange(0, EDGE)  # (EDGE,)
         offs_d = tl.arange(0, D)  # (D,)
         rows = offs_m.to(tl.int64)[:, None]  # (BLOCK_M, 1)
         q_ptrs = q_ptr + rows * stride_qt + offs_d[None, :]  # (BLOCK_M, D)
@@ -316,11 +338,10 @@ if triton is not None:
         high = offset + tl.minimum(T, (pid_m + 1) * BLOCK_M)  # past the position of the last row
         hi = tl.minimum(S, high)
         lo = tl.minimum(tl.maximum(low - window + 1, 0), hi)
-        full_lo = lo + tl.cdiv(tl.maximum(high - window - lo, 0), BLOCK_N) * BLOCK_N
-        full_hi = lo + tl.maximum(tl.minimum(S, low + 1) - lo, 0) // BLOCK_N * BLOCK_N
-        full_hi = tl.maximum(full_hi, full_lo)
-        below = tl.cdiv(tl.minimum(full_lo, hi) - lo, BLOCK_N)  # tiles before the full ones
-        above = tl.cdiv(tl.maximum(hi - full_hi, 0), BLOCK_N)  # tiles after them
+        full_lo = lo + tl.cdiv(tl.maximum(high - window - lo, 0), EDGE) * EDGE
+        full_hi = full_lo + tl.maximum(tl.minimum(S, low + 1) - full_lo, 0) // BLOCK_N * BLOCK_N
+        below = tl.cdiv(tl.minimum(full_lo, hi) - lo, EDGE)  # tiles before the full ones
+        above = tl.cdiv(tl.maximum(hi - full_hi, 0), EDGE)  # tiles after them
 
         # Running state of the query tile: row maximum (unscaled), row sum, unnormalised output.
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -332,36 +353,41 @@ if triton is not None:
         for phase in tl.static_range(2):
             for i in range(0, (full_hi - full_lo) // BLOCK_N if phase == 0 else below + above):
                 if phase == 0:
-                    start_n = full_lo + i * BLOCK_N
+                    start_n, offs = full_lo + i * BLOCK_N, offs_n
                 else:
-                    after = full_hi + (i - below) * BLOCK_N
-                    start_n = tl.where(i < below, lo + i * BLOCK_N, after)
-                cols = start_n + offs_n  # (BLOCK_N,)
-                keys = cols.to(tl.int64)[:, None]  # (BLOCK_N, 1)
-                k_ptrs = k_ptr + keys * stride_ks + offs_d[None, :]  # (BLOCK_N, D)
-                v_ptrs = v_ptr + keys * stride_vs + offs_d[None, :]  # (BLOCK_N, D)
-                if phase == 0:
-                    k = tl.load(k_ptrs)  # (BLOCK_N, D)
-                    v = tl.load(v_ptrs)  # (BLOCK_N, D)
+                    after = full_hi + (i - below) * EDGE
+                    start_n, offs = tl.where(i < below, lo + i * EDGE, after), offs_e
+                # From here on N is BLOCK_N or EDGE.
+                cols = start_n + offs  # (N,)
+                if phase == 0 and k_desc is not None:  # one instruction fetches a tile
+                    k = k_desc.load([b, kv_head, start_n, 0]).reshape(BLOCK_N, D)
+                    v = v_desc.load([b, kv_head, start_n, 0]).reshape(BLOCK_N, D)
                 else:
-                    k = tl.load(k_ptrs, mask=cols[:, None] < S, other=0.0)  # (BLOCK_N, D)
-                    v = tl.load(v_ptrs, mask=cols[:, None] < S, other=0.0)  # (BLOCK_N, D)
-                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+                    keys = cols.to(tl.int64)[:, None]  # (N, 1)
+                    k_ptrs = k_ptr + keys * stride_ks + offs_d[None, :]  # (N, D)
+                    v_ptrs = v_ptr + keys * stride_vs + offs_d[None, :]  # (N, D)
+                    if phase == 0:
+                        k = tl.load(k_ptrs)  # (BLOCK_N, D)
+                        v = tl.load(v_ptrs)  # (BLOCK_N, D)
+                    else:
+                        k = tl.load(k_ptrs, mask=cols[:, None] < S, other=0.0)  # (EDGE, D)
+                        v = tl.load(v_ptrs, mask=cols[:, None] < S, other=0.0)  # (EDGE, D)
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, N)
                 if phase == 1:
                     visible = (cols[None, :] >= first[:, None]) & (cols[None, :] <= last[:, None])
-                    s = tl.where(visible, s, float("-inf"))  # (BLOCK_M, BLOCK_N)
+                    s = tl.where(visible, s, float("-inf"))  # (BLOCK_M, EDGE)
                 m_new = tl.maximum(m_i, tl.max(s, axis=1))  # (BLOCK_M,)
                 # A row's first tile may lie wholly outside its window: refer to 0 meanwhile.
                 m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # (BLOCK_M,)
                 alpha = tl.exp2((m_i - m_ref) * scale_log2)  # (BLOCK_M,)
                 # Subtract before scaling: equal scores must give exactly 1, however large.
-                p = tl.exp2((s - m_ref[:, None]) * scale_log2)  # (BLOCK_M, BLOCK_N)
+                p = tl.exp2((s - m_ref[:, None]) * scale_log2)  # (BLOCK_M, N)
                 l_i = l_i * alpha + tl.sum(p, axis=1)
                 acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
                 m_i = m_new
 
         l_i = tl.where(l_i == 0, 1.0, l_i)  # a row that sees no key: out 0, lse = m_i = -inf
-        out = acc / l_i[:, None]  # (BLOCK_M, D)
+        out = acc * (1.0 / l_i)[:, None]  # (BLOCK_M, D), a division takes ten instructions
         out_ptrs = out_ptr + rows * stride_ot + offs_d[None, :]  # (BLOCK_M, D)
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=offs_m[:, None] < T)
         tl.store(lse_ptr + offs_m, m_i * scale + tl.log(l_i), mask=offs_m < T)
@@ -373,6 +399,8 @@ if triton is not None:
         v_ptr,
         out_ptr,
         lse_ptr,
+        k_desc,
+        v_desc,
         stride_qb,
         stride_qh,
         stride_qt: tl.constexpr,
@@ -411,6 +439,10 @@ if triton is not None:
             stride_ks,
             stride_vs,
             stride_ot,
+            k_desc,
+            v_desc,
+            b.to(tl.int32),
+            (h // GROUP).to(tl.int32),
             pid % tiles,
             T,
             S,
@@ -505,6 +537,10 @@ if triton is not None:
                 stride_ks,
                 stride_vs,
                 stride_ot,
+                None,  # a sequence may begin at any token: no descriptor
+                None,
+                0,
+                0,
                 pid_m,
                 T,
                 S,

@@ -563,7 +563,7 @@ def test_attention_rejects(lab, device):
 @step3
 @kernel_dtypes
 def test_window_matches_definition(lab, device, dtype):
-    for B, H, kv_heads, window in ((1, 2, 1, 1), (1, 4, 2, 7), (2, 2, 1, 33), (1, 1, 1, 200)):
+    for B, H, kv_heads, window in ((1, 2, 1, 1), (1, 4, 2, 7), (2, 2, 1, 33), (1, 2, 2, 200)):
         q, k, v = fenced_qkv(B, H, 55, 32, kv_heads=kv_heads, dtype=dtype, device=device)
         with case(B=B, H=H, kv_heads=kv_heads):
             check_attention(lab, q, k, v, None, window)
@@ -575,6 +575,31 @@ def test_window_tiles(lab, device, window):
     q, k, v = fenced_qkv(1, 1, 97, 16, device=device)
     for block_m, block_n in ((16, 16), (32, 16), (16, 32), (64, 16), (16, 64)):
         check_attention(lab, q, k, v, None, window, block_m, block_n)
+
+
+@step3
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+def test_window_wide_tiles(lab, device, dtype):
+    # Full tiles of 128 keys, cut ones of 64; F16 on a Hopper card and here by descriptor.
+    for T, S, window, offset, block_m in (
+        (130, 560, 420, None, 128),  # two cut tiles, two full ones, two cut ones
+        (90, 300, 100, None, 32),  # none is full
+        (70, 401, 300, None, 32),
+        (70, 401, 129, 200, 32),
+        (40, 300, 200, 420, 32),  # the last full tile would end past the last key
+    ):
+        q, k, v = fenced_qkv(1, 1, T, 16, S=S, dtype=dtype, device=device)
+        check_attention(lab, q, k, v, offset, window, block_m, 128)
+
+
+@step3
+def test_window_half_at_any_address(lab, device):
+    # The copy engine takes multiples of 16 bytes only; other rows are read by pointers.
+    for gap, shift in ((1, 0), (8, 1), (8, 8), (4, 0)):
+        x = oracle.inputs(3, 1, 2, 90, 32 + gap, dtype=F16, device=device)
+        q, k, v = x[..., shift : shift + 32]
+        with case(gap=gap, shift=shift):
+            check_attention(lab, q, k, v, None, 50)
 
 
 @step3
@@ -671,6 +696,25 @@ def test_window_moves_few_bytes(lab, device, block_m, block_n):
     check_bytes(lab, q, k, v, 20, block_m, block_n, offset=0)  # T = 1: padding rows see nothing
     for offset in (25, 70):  # the window holds the last 3 of the 9 keys, or none
         check_bytes(lab, q, k[:, :, :9], v[:, :, :9], 20, block_m, block_n, offset)
+
+
+@step3
+@interpreter_only
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+def test_window_cut_tiles_are_narrow(lab, device, dtype):
+    # One tile of 64 rows that see keys 257 to 576, 320 to 513 all of them: one tile of 64 keys,
+    # one of 128, and two of 64.
+    q, k, v = oracle.qkv(1, 1, 64, 16, S=577, dtype=dtype, device=device)
+    check_attention(lab, q, k, v, None, 257, 64, 128)
+    work, row = lab.kernels, 16 * q.element_size()
+    keys = 320
+    want = (64 + 2 * keys) * row
+    assert work.bytes_loaded <= want, (
+        f"tiles that the window or the diagonal cuts are at most 64 keys wide: {keys} keys here, "
+        f"{want} bytes with q; got {work.bytes_loaded}"
+    )
+    want = 4 * 64 * keys * 16
+    assert work.dot_flops <= want, f"and {want} FLOPs; got {work.dot_flops}"
 
 
 @step3
