@@ -510,29 +510,49 @@ if gluon is not None:
 
     @gluon.jit
     def _mask(s, rows, start_n, T, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-        S_COLS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-        cols = gl.arange(0, BLOCK_N, layout=S_COLS)  # (BLOCK_N,)
+        """-inf where a row does not see a key of the block that begins at start_n: (ROWS, BLOCK_N).
+
+        A column is 8 i + 2 j + k, j between the lanes of a row, i and k between the registers of a
+        lane. With j on the other side a lane compares constants: no register for each column.
+        """
+        parts = s.reshape([ROWS, BLOCK_N // 8, 4, 2])  # (ROWS, BLOCK_N / 8, 4, 2)
+        LAYOUT: gl.constexpr = parts.type.layout
+        ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+        I_LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+        J_LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+        K_LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        i = gl.arange(0, BLOCK_N // 8, layout=I_LAYOUT)[None, :, None, None]
+        j = gl.arange(0, 4, layout=J_LAYOUT)[None, None, :, None]
+        k = gl.arange(0, 2, layout=K_LAYOUT)[None, None, None, :]
         if CAUSAL:  # rows that exist see no key beyond T then
-            last = rows - start_n  # (ROWS,): so that columns are compared as constants
-            s = gl.where(cols[None, :] <= last[:, None], s, float("-inf"))  # (ROWS, BLOCK_N)
+            last = rows - start_n  # (ROWS,)
         else:
-            s = gl.where(start_n + cols[None, :] < T, s, float("-inf"))  # (ROWS, BLOCK_N)
-        return s
+            # + 0, which no compiler knows: else it compares once, and keeps the answers for block 0
+            # of all tiles in two dozen registers.
+            last = T - 1 - start_n + (rows >> 31)  # (ROWS,)
+        last = gl.convert_layout(last, ROW)[:, None, None, None]
+        parts = gl.where(8 * i + k <= last - 2 * j, parts, float("-inf"))
+        return gl.convert_layout(parts.reshape([ROWS, BLOCK_N]), s.type.layout)
 
     @gluon.jit
-    def _softmax(s, m_i, l_i, scales, FUSED: gl.constexpr):
-        qk_scale, qk_step = scales
+    def _maximum(s, m_i, scales):
+        """The maximum with this block, and what sums so far are multiplied by: (ROWS,) each."""
         # Block 0 comes first and every row sees key 0: m_new is finite from there on.
         m_new = gl.maximum(m_i, gl.max(s, 1))  # (ROWS,)
-        alpha = gl.exp2((m_i - m_new) * qk_scale)  # (ROWS,)
+        return m_new, gl.exp2((m_i - m_new) * scales[0])
+
+    @gluon.jit
+    def _weights(s, m_i, l_i, alpha, scales, FUSED: gl.constexpr):
+        """exp(s - m_i), with m_i of this block: (ROWS, BLOCK_N); and l_i with their sums."""
+        qk_scale, qk_step = scales
         if FUSED:
             # Scores so large that neighbours differ by 16: a power of two keeps equal ones exact.
-            f = gl.where(gl.abs(m_new) * qk_scale < 268435456.0, qk_scale, qk_step)  # (ROWS,)
-            p = gl.exp2(s * f[:, None] - (m_new * f)[:, None])  # (ROWS, BLOCK_N)
+            f = gl.where(gl.abs(m_i) * qk_scale < 268435456.0, qk_scale, qk_step)  # (ROWS,)
+            p = gl.exp2(s * f[:, None] - (m_i * f)[:, None])  # (ROWS, BLOCK_N)
         else:
-            p = gl.exp2((s - m_new[:, None]) * qk_scale)  # (ROWS, BLOCK_N)
+            p = gl.exp2((s - m_i[:, None]) * qk_scale)  # (ROWS, BLOCK_N)
         l_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))  # (ROWS,)
-        return p, m_new, l_i * l_alpha[:, None] + _parts(p), alpha
+        return p, l_i * l_alpha[:, None] + _parts(p)
 
     @gluon.jit
     def _begin_turn(order, i, WG: gl.constexpr, PING_PONG: gl.constexpr):
@@ -543,6 +563,18 @@ if gluon is not None:
     def _end_turn(order, WG: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr):
         if PING_PONG:
             mbarrier.arrive(order.index((WG + 1) % CONSUMERS), count=1)
+
+    @gluon.jit
+    def _collect(
+        acc, alpha, v_ring, i, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+    ):
+        """Waits for P @ V of block i - 1, gives its V back and rescales: (ROWS, D)."""
+        # The next step's V is waited for here because the assembler moves arithmetic past the wait
+        # for a product, but not past this one: so P @ V runs while the weights are computed.
+        _take(v_ring, i, BLOCK_N, D, STAGES)
+        acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)
+        _give_back(v_ring, i - 1, STAGES)
+        return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
 
     @gluon.jit
     def _step(
@@ -581,13 +613,12 @@ if gluon is not None:
         _give_back(k_ring, i, STAGES)
         if MASKED:
             s = _mask(s, rows, start_n, T, BLOCK_N, CAUSAL)
-        weights, m_i, l_i, alpha = _softmax(s, m_i, l_i, scales, FUSED)
-        # The next step's V is waited for here because the assembler moves arithmetic past the wait
-        # for a product, but not past this one: so P @ V runs while the softmax is computed.
-        _take(v_ring, i, BLOCK_N, D, STAGES)
-        acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)
-        _give_back(v_ring, i - 1, STAGES)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+        m_i, alpha = _maximum(s, m_i, scales)
+        if CONSUMERS == 3:  # with 160 registers: p's are needed for the weights
+            acc = _collect(acc, alpha, v_ring, i, D, BLOCK_N, STAGES)
+        weights, l_i = _weights(s, m_i, l_i, alpha, scales, FUSED)
+        if CONSUMERS == 2:
+            acc = _collect(acc, alpha, v_ring, i, D, BLOCK_N, STAGES)
         return _pack(weights, v.dtype), acc, m_i, l_i
 
     @gluon.jit
@@ -655,7 +686,8 @@ if gluon is not None:
         _give_back(k_ring, first, STAGES)
         if n_full == 0:
             s = _mask(s, rows, 0, T, BLOCK_N, CAUSAL)
-        weights, m_i, l_i, alpha = _softmax(s, m_i, l_i, scales, FUSED)
+        m_i, alpha = _maximum(s, m_i, scales)
+        weights, l_i = _weights(s, m_i, l_i, alpha, scales, FUSED)
         p = _pack(weights, k.dtype)  # (ROWS, BLOCK_N / 2)
         v = _take(v_ring, first, BLOCK_N, D, STAGES)  # (BLOCK_N, D)
 
@@ -846,6 +878,7 @@ class Config(NamedTuple):
         ping_pong: whether the consumers take turns at starting their products.
         persistent: as many programs as multiprocessors, each with many tiles; else one for each.
         fused: one multiply-add for each score in place of a subtraction and a multiplication.
+        consumers: groups of four warps with 64 rows each, 2 or 3; 3 at D = 64 only.
     """
 
     block_n: int = 128
@@ -853,6 +886,7 @@ class Config(NamedTuple):
     ping_pong: bool = True
     persistent: bool = True
     fused: bool = False
+    consumers: int = 2
 
 
 def best_config(D, causal, T) -> Config:
@@ -860,6 +894,8 @@ def best_config(D, causal, T) -> Config:
     # Measured on an H200 (torch 2.11, triton 3.6), `python -m labs bench 11 --tune`.
     if D == 64 and causal and T <= 512:  # much of short rows is diagonal: small tiles waste less
         return Config(64, 4, fused=True)
+    if D == 64 and T >= (8192 if causal else 4096):  # 192 rows a tile: too many for short ones
+        return Config(128, 3, ping_pong=False, fused=True, consumers=3)
     # Long rows keep the consumers out of step without being told.
     return Config(128, 4 if D == 64 else 2, ping_pong=T < 2048, fused=True)
 
@@ -989,36 +1025,69 @@ if gluon is not None:
         CAUSAL: gl.constexpr,
         PING_PONG: gl.constexpr,
         FUSED: gl.constexpr,
+        CONSUMERS: gl.constexpr,
     ):
-        CONSUMERS: gl.constexpr = 2
         rings, o_s, order = _shared(q_desc, k_desc, v_desc, out_desc, CONSUMERS, STAGES)
         scales = (scale * LOG2_E, qk_step)
         load = (q_desc, k_desc, v_desc, rings)
         args = (out_desc, lse_ptr, rings, o_s, order, H, T, scale, scales)
-        gl.warp_specialize(
-            [
-                (
-                    _consume,
+        if CONSUMERS == 3:
+            gl.warp_specialize(
+                [
                     (
-                        args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
-                        S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 0,
+                        _consume,
+                        (
+                            args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
+                            S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 0,
+                        ),
                     ),
-                ),
-                (
-                    _consume,
                     (
-                        args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
-                        S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 1,
+                        _consume,
+                        (
+                            args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
+                            S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 1,
+                        ),
                     ),
-                ),
-                (
-                    _produce,
-                    (load, schedule_ptr, H, T, n_m, BLOCK_N, CONSUMERS, STAGES, CAUSAL),
-                ),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
+                    (
+                        _consume,
+                        (
+                            args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
+                            S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 2,
+                        ),
+                    ),
+                    (
+                        _produce,
+                        (load, schedule_ptr, H, T, n_m, BLOCK_N, CONSUMERS, STAGES, CAUSAL),
+                    ),
+                ],
+                [4, 4, 1],
+                [160, 160, 24],
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (
+                        _consume,
+                        (
+                            args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
+                            S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 0,
+                        ),
+                    ),
+                    (
+                        _consume,
+                        (
+                            args, schedule_ptr, H, n_m, D, BLOCK_N, CONSUMERS, STAGES,
+                            S_LAYOUT, O_LAYOUT, CAUSAL, PING_PONG, FUSED, 1,
+                        ),
+                    ),
+                    (
+                        _produce,
+                        (load, schedule_ptr, H, T, n_m, BLOCK_N, CONSUMERS, STAGES, CAUSAL),
+                    ),
+                ],
+                [4, 1],
+                [240, 24],
+            )  # fmt: skip
 
 
 def hopper_attention(q, k, v, causal=False, scale=None):
@@ -1051,9 +1120,11 @@ def attention_persistent(q, k, v, causal=False, scale=None, config=None):
     q, k, v, out, lse, scale = _check_attention(q, k, v, causal, scale)
     B, H, T, D = q.shape
     config = best_config(D, causal, T) if config is None else config
-    block_n, stages, ping_pong, persistent, fused = config
+    block_n, stages, ping_pong, persistent, fused, consumers = config
     _check_tiles(block_n, stages)
-    causal, block_m = bool(causal), 128
+    if consumers not in (2, 3 if D == 64 else 2):
+        raise ValueError(f"consumers must be 2, or 3 at D = 64: got {consumers!r} at D = {D}")
+    causal, block_m = bool(causal), 64 * consumers
     n_m = -(-T // block_m)
     programs = n_m * B * H
     if persistent:
@@ -1078,6 +1149,7 @@ def attention_persistent(q, k, v, causal=False, scale=None, config=None):
             CAUSAL=causal,
             PING_PONG=bool(ping_pong),
             FUSED=bool(fused),
+            CONSUMERS=consumers,
             **_launch_options(q, block_n),
         )
     return out, lse

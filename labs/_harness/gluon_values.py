@@ -157,19 +157,20 @@ class Tile:
 
     def __getitem__(self, key):
         key = key if isinstance(key, tuple) else (key,)
-        new = [axis for axis, k in enumerate(key) if k is None]
-        if len(new) != 1 or any(k not in (None, slice(None)) for k in key):
-            raise Unsupported(f"a tile is indexed by one None and colons: got {key}")
+        if any(k not in (None, slice(None)) for k in key):
+            raise Unsupported(f"a tile is indexed by None and colons: got {key}")
         layout = self.layout
-        if type(layout).__name__ != "SliceLayout" or layout.dim != new[0]:
-            raise GluonError(
-                f"[{', '.join('None' if k is None else ':' for k in key)}] adds axis {new[0]}: the "
-                f"tile's layout must be a SliceLayout of that axis, it is {short(layout)}"
-            )
+        for axis in (axis for axis, k in enumerate(key) if k is None):  # from left to right
+            if type(layout).__name__ != "SliceLayout" or layout.dim != axis:
+                raise GluonError(
+                    f"[{', '.join('None' if k is None else ':' for k in key)}] adds axis {axis}: "
+                    f"the tile's layout must be a SliceLayout of that axis, it is {short(layout)}"
+                )
+            layout = layout.parent
         exact = self._exact
         if exact is not None:
             exact = tuple(np.broadcast_to(x, self.data.shape)[key] for x in exact)
-        return Tile(self.data[key], self.dtype, layout.parent, exact)
+        return Tile(self.data[key], self.dtype, layout, exact)
 
     def __bool__(self):
         raise GluonError("an `if` takes one value, not a tile: use gl.where")
@@ -301,6 +302,7 @@ _INTEGER = {
     "&": np.bitwise_and,
     "|": np.bitwise_or,
     "^": np.bitwise_xor,
+    ">>": np.right_shift,
 }
 for _name, _symbol in {
     "add": "+",
@@ -312,6 +314,7 @@ for _name, _symbol in {
     "and": "&",
     "or": "|",
     "xor": "^",
+    "rshift": ">>",
 }.items():
     _arithmetic(_name, _symbol)
 
