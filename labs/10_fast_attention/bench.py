@@ -24,14 +24,14 @@ TOKENS, WIDTH = 16_384, 2_048
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
 COUNTED_LENGTHS = [64, 128, 256, 512, 1024]
 BACKENDS = {"SDPA FLASH": "FLASH_ATTENTION", "SDPA cuDNN": "CUDNN_ATTENTION"}
-EXP2, TWO, ORDERED, DEFAULT, TUNED, TMA, TMA_LATE, FP8, FP8_QUANTISE = (
+EXP2, TWO, ORDERED, DEFAULT, TUNED, TMA, SPECIALISED, FP8, FP8_QUANTISE = (
     "1 exp2",
     "2 two loops",
     "3 ordered",
     "4 default",
     "4 tuned",
     "5 tma",
-    "5 tma, late",
+    "5 tma, specialised",
     "6 fp8",
     "6 fp8, quantising",
 )
@@ -77,8 +77,9 @@ def rungs(fa, D, causal, dtype) -> list[Provider]:
         DEFAULT: lambda q, k, v: fa.attention_tuned(q, k, v, causal, tune=False)[0],
         TUNED: functools.partial(_tuned, fa, D, causal),
         TMA: functools.partial(_tma, fa, D, causal),
-        TMA_LATE: functools.partial(_tma_late, fa, D, causal),
     }
+    if _hopper():
+        steps[SPECIALISED] = functools.partial(_specialised, fa, D, causal)
     text = f"{tile['block_m']}x{tile['block_n']} w{tile['num_warps']} s{tile['num_stages']}"
     found = [
         Provider(name, run, yours=True, kernel=True, config=text if name[0] < "4" else "")
@@ -99,6 +100,10 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
+def _hopper() -> bool:
+    return _capability()[0] == 9
+
+
 def _tuned(fa, D, causal, q, k, v):
     """Runs the tuned rung and notes what it chose for this length."""
     out, _ = fa.attention_tuned(q, k, v, causal)
@@ -114,29 +119,42 @@ def _card() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 
 
-def _tma_tile(D) -> dict:
-    """Tiles for the warp specialised form on sm_90; elsewhere tiles for eight warps."""
-    if _capability()[0] == 9:
-        return {"block_m": 128, "block_n": 128 if D <= 128 else 64, "num_warps": 4, "num_stages": 2}
-    return {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}
+def _tile(block_m, block_n, num_warps, num_stages) -> dict:
+    return {
+        "block_m": block_m,
+        "block_n": block_n,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
+SMALL = _tile(64, 32, 4, 2)  # for cards other than Hopper
+
+
+def _tma_tile(D, T, causal) -> dict:
+    """Two small programs on a multiprocessor where a program is short, else one large one."""
+    if not _hopper():
+        return SMALL
+    if D <= 64:
+        return _tile(64, 64, 4, 2) if causal and T <= 512 else _tile(128, 64, 8, 3)
+    if D <= 128:
+        return _tile(64, 64, 4, 3) if T <= (2048 if causal else 1024) else _tile(128, 64, 8, 3)
+    return _tile(128, 32, 8, 2)
 
 
 def _tma(fa, D, causal, q, k, v):
-    return fa.attention_tma(q, k, v, causal, **_tma_tile(D))[0]
+    tile = _tma_tile(D, q.shape[2], causal)
+    return fa.attention_tma(q, k, v, causal, **tile, warp_specialize=False)[0]
 
 
-def _tma_late(fa, D, causal, q, k, v):
-    """Descriptors without specialisation: eight warps, products a turn later."""
-    tile = {"block_m": 128, "block_n": 128 if D < 256 else 32, "num_warps": 8, "num_stages": 2}
-    if _capability()[0] != 9:
-        tile = _tma_tile(D)
-    return fa.attention_tma(q, k, v, causal, **tile, late=True)[0]
+def _specialised(fa, D, causal, q, k, v):
+    tile = _tile(128, 128 if D <= 128 else 64, 4, 2)
+    return fa.attention_tma(q, k, v, causal, **tile, warp_specialize=True)[0]
 
 
 def _fp8(fa, D, causal) -> list[Provider]:
     """e4m3 with and without quantising its inputs; its error is --check's business, as an RMSE."""
     kept: dict[tuple, tuple] = {}
-    tiles = _fp8_tile(D)
 
     def attend(q, k, v):
         key = q.data_ptr(), *q.shape
@@ -144,10 +162,10 @@ def _fp8(fa, D, causal) -> list[Provider]:
             kept.clear()
             kept[key] = fa.quantise(q), fa.quantise(k), fa.quantise(v, "channel")
         parts = kept[key]
-        return fa.attend_fp8(*parts, causal, out_dtype=q.dtype, **tiles)[0]
+        return fa.attend_fp8(*parts, causal, out_dtype=q.dtype, **_fp8_tile(q, causal))[0]
 
     def both(q, k, v):
-        return fa.attention_fp8(q, k, v, causal, **tiles)[0]
+        return fa.attention_fp8(q, k, v, causal, **_fp8_tile(q, causal))[0]
 
     return [
         Provider(name, run, yours=True, kernel=True, checked=False)
@@ -155,10 +173,11 @@ def _fp8(fa, D, causal) -> list[Provider]:
     ]
 
 
-def _fp8_tile(D) -> dict:
-    if _capability()[0] == 9:
-        return {"block_m": 128, "block_n": 128, "num_warps": 8, "num_stages": 3 if D < 128 else 2}
-    return {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}
+def _fp8_tile(q, causal) -> dict:
+    """64 rows and 4 warps: two programs on a multiprocessor of Hopper."""
+    if not _hopper():
+        return SMALL
+    return _tile(64, 64 if causal and q.shape[2] <= 512 else 128, 4, 3)
 
 
 # ---------------------------------------------------------------- the tile sweep
@@ -170,10 +189,10 @@ PLAIN = [  # block_m, block_n, num_warps, num_stages
     *itertools.product((64,), (128,), (4,), (2, 3)),
     *itertools.product((64, 128), (32,), (4, 8), (3,)),
 ]
-DESCRIPTORS = [  # and a form: two loops, late, or warp specialised
-    *itertools.product((128,), (64, 128), (8,), (2, 3), ("", "late")),
-    *itertools.product((64, 128), (64,), (4,), (2, 3), ("", "late")),
-    *itertools.product((128,), (64, 128), (4,), (2, 3), ("specialised",)),
+DESCRIPTORS = [  # and whether it is warp specialised
+    *itertools.product((128,), (64, 128), (8,), (2, 3), (False,)),
+    *itertools.product((64,), (32, 64, 128), (4,), (2, 3), (False,)),
+    *itertools.product((128,), (64, 128), (4,), (2, 3), (True,)),
 ]
 
 
@@ -190,11 +209,10 @@ def candidates(fa, D, causal) -> list[Provider]:
         run = functools.partial(_with_config, fa, causal, config, group=group)
         text = f"128x64 w8 s3 late, groups of {group if group < 1 << 20 else 'all'}"
         found.append(Provider(DEFAULT, run, yours=True, kernel=True, config=text))
-    for m, n, w, s, form in DESCRIPTORS:
-        tile = {"block_m": m, "block_n": n, "num_warps": w, "num_stages": s}
-        tile |= {"warp_specialize": form == "specialised", "late": form == "late"}
+    for m, n, w, s, specialised in DESCRIPTORS:
+        tile = _tile(m, n, w, s) | {"warp_specialize": specialised}
         run = functools.partial(_with_descriptors, fa, causal, tile)
-        text = f"{m}x{n} w{w} s{s} tma {form}".rstrip()
+        text = f"{m}x{n} w{w} s{s} tma{' specialised' if specialised else ''}"
         found.append(Provider(DEFAULT, run, yours=True, kernel=True, config=text))
     return found
 
@@ -254,13 +272,14 @@ def check(fa, options, gpu) -> list[Check]:
         q, k, v = _qkv(lambda T, B=B: B, H, D, dtype, gpu.device, T)
         runs = {TUNED: functools.partial(_tuned, fa, D, causal, q, k, v)}
         runs[TMA] = functools.partial(_tma, fa, D, causal, q, k, v)
-        runs[TMA_LATE] = functools.partial(_tma_late, fa, D, causal, q, k, v)
+        if _hopper():
+            runs[SPECIALISED] = functools.partial(_specialised, fa, D, causal, q, k, v)
+        plain = list(runs)
         eight = {p.name: p for p in _fp8(fa, D, causal)} if _capability() >= (8, 9) else {}
         if eight and D == 128:
             runs[FP8] = functools.partial(eight[FP8].run, q, k, v)
         theirs = {n: functools.partial(sdpa(n, BACKENDS[n], causal), q, k, v) for n in BACKENDS}
         ms = gpu.medians(runs | theirs)
-        plain = TUNED, TMA, TMA_LATE
         for name in plain:
             error, budget = attention_error((q, k, v), runs[name](), causal)
             if not error <= budget:
@@ -311,8 +330,11 @@ def _outliers(fa, gpu) -> Check:
         values = (x.float() / scale).to(torch.float8_e4m3fn)
         return fa.Quantised(values, scale.expand(x.shape[:3]).contiguous())
 
-    token = fa.rmse(fa.attend_fp8(fa.quantise(q), fa.quantise(k), v8, **_fp8_tile(128))[0], want)
-    tensor = fa.rmse(fa.attend_fp8(one_scale(q), one_scale(k), v8, **_fp8_tile(128))[0], want)
+    def error(quantise):
+        out, _ = fa.attend_fp8(quantise(q), quantise(k), v8, **_fp8_tile(q, False))
+        return fa.rmse(out, want)
+
+    token, tensor = error(fa.quantise), error(one_scale)
     what = f"RMSE on outliers, per token {token:.2e} / per tensor {tensor:.2e}"
     return Check(what, f"{token / tensor:.2f}x", "<= 0.50x", token <= 0.5 * tensor)
 
@@ -428,8 +450,7 @@ def launches(
     """
     kind, arch = getattr(torch, dtype), int(card.removeprefix("sm_"))
     q = torch.empty(1, 2, 4 * block_m, head_dim, dtype=kind)
-    tile = {"block_m": block_m, "block_n": block_n}
-    tile |= {"num_warps": num_warps, "num_stages": num_stages}
+    tile = _tile(block_m, block_n, num_warps, num_stages)
 
     def tuned():
         return fa.attention_tuned(q, q, q, causal, config=fa.Config(*tile.values(), late))
@@ -444,7 +465,7 @@ def launches(
         "attention_ordered": lambda: fa.attention_ordered(q, q, q, causal, **tile),
         "attention_tuned": tuned,
         **{f"attention_tuned D={D}": functools.partial(default, D) for D in (64, 128, 256)},
-        "attention_tma": lambda: fa.attention_tma(q, q, q, causal, **tile, late=late),
+        "attention_tma": lambda: fa.attention_tma(q, q, q, causal, **tile),
         "attention_fp8": lambda: fa.attention_fp8(q, q, q, causal, **tile),
     }
 

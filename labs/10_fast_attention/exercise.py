@@ -27,6 +27,7 @@ from labs._harness.runtime import check_launch
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # macOS: steps 3, 4 and 6 have parts that run without
     triton = None
 
@@ -112,7 +113,7 @@ if triton is not None:
         BLOCK_M: tl.constexpr = acc.shape[0]
         offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
         out_ptrs = _pointers(out_ptr, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
-        out = acc / l_i[:, None]  # (BLOCK_M, D)
+        out = acc * (1.0 / l_i)[:, None]  # (BLOCK_M, D); a division is 10 instructions: one a row
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=offs_m[:, None] < T)
         unit = tl.where(tl.abs(m_i) < HUGE / 2**SHIFT, LN2, LN2 * slope / steep)  # (BLOCK_M,)
         tl.store(lse_ptr + offs_m, m_i * unit + tl.log(l_i) - SHIFT * LN2, mask=offs_m < T)
@@ -704,6 +705,17 @@ def best_config() -> Config | None:
 if triton is not None:
 
     @triton.jit
+    def _fetch(
+        desc, bh, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr
+    ):
+        """(ROWS, COLUMNS): a tile from `row` on; what lies past the end of its head is 0."""
+        if WARP_SPECIALIZE:  # the descriptor is of this head alone
+            tile = desc.load([row, 0])  # (ROWS, COLUMNS)
+        else:
+            tile = desc.load([bh, row, 0]).reshape(ROWS, COLUMNS)  # (ROWS, COLUMNS)
+        return tile
+
+    @triton.jit
     def _tma_keys(
         acc,
         l_i,
@@ -711,12 +723,14 @@ if triton is not None:
         q,
         k_desc,
         v_desc,
+        bh,
         offs_m,
         lo,
         hi,
         S,
         slope,
         steep,
+        D: tl.constexpr,
         BLOCK_N: tl.constexpr,
         CAUSAL: tl.constexpr,
         MASKED: tl.constexpr,
@@ -724,39 +738,14 @@ if triton is not None:
     ):
         """As `_keys`, with tiles that the copy engine fetches by their place: no pointers."""
         # TODO step 5 (about 9 lines; handout section 6)
-        #   as _keys, in a tl.range that takes WARP_SPECIALIZE; tiles come from the descriptors
+        #   as _keys, in a tl.range that takes WARP_SPECIALIZE; tiles come by _fetch
         tl.static_assert(False, "lab 10 step 5: write _tma_keys")
 
     @triton.jit
-    def _tma_late_keys(
-        acc,
-        l_i,
-        m_i,
-        p,
-        alpha,
-        q,
+    def _tma_kernel(
+        q_desc,
         k_desc,
         v_desc,
-        offs_m,
-        lo,
-        hi,
-        S,
-        slope,
-        steep,
-        BLOCK_N: tl.constexpr,
-        CAUSAL: tl.constexpr,
-        MASKED: tl.constexpr,
-    ):
-        """As `_late_keys`, by descriptors."""
-        # TODO step 5 (about 8 lines; handout section 6)
-        #   as _late_keys, by descriptors
-        tl.static_assert(False, "lab 10 step 5: write _tma_late_keys")
-
-    @triton.jit
-    def _tma_kernel(
-        q_ptr,
-        k_ptr,
-        v_ptr,
         out_ptr,
         lse_ptr,
         T,
@@ -771,13 +760,23 @@ if triton is not None:
         CAUSAL: tl.constexpr,
         RAGGED: tl.constexpr,
         WARP_SPECIALIZE: tl.constexpr,
-        LATE: tl.constexpr,
     ):
-        # TODO step 5 (about 32 lines; handout section 6)
-        #   head and tile as in step 3; a descriptor each for q, k, v, of this head's rows only
-        #   specialised, q has a row number of its own: see section 6
-        #   specialised: one loop, masked if any tile needs it; late: as `_late`; else two loops
+        """q_desc, k_desc, v_desc: descriptors of all heads; pointers if WARP_SPECIALIZE."""
+        # TODO step 5 (about 25 lines; handout section 6)
+        #   head and tile as in step 3; tiles come by _fetch, out and lse go by pointers
+        #   specialised: descriptors of this head's rows, made here; q has a row number of its own;
+        #   one loop, masked if any tile needs it
+        #   not specialised: the descriptors are there; two loops
         tl.static_assert(False, "lab 10 step 5: write _tma_kernel")
+
+
+def _descriptor(x, rows, columns):
+    """Of x, contiguous (B, H, R, C), in tiles of (1, rows, columns), up to 256 each: of one head.
+
+    What lies past the end of a head is 0, and not the next head's. Made on the host, once a launch.
+    """
+    B, H, R, C = x.shape
+    return TensorDescriptor(x, [B * H, R, C], [R * C, C, 1], [1, rows, columns])
 
 
 def attention_tma(
@@ -792,7 +791,6 @@ def attention_tma(
     num_stages=2,
     group=None,
     warp_specialize=None,
-    late=False,
 ):
     """Attention whose tiles are fetched by tensor descriptors, by a warp of its own where it can.
 
@@ -800,7 +798,6 @@ def attention_tma(
         warp_specialize: let Triton give loads and products to different warps; needs compute
             capability 9, num_warps=4 and block_m=128. None: where the three hold. Triton's
             compiler has no other form of it that works: see the handout.
-        late: hand in each product with v a turn later, as in step 4; not specialised.
 
     Raises:
         ValueError: the above does not hold.
@@ -813,24 +810,28 @@ def attention_tma(
     if warp_specialize and not can:
         got = f"num_warps={num_warps}, block_m={block_m}, sm_{_arch(q.device)}"
         raise ValueError(f"warp_specialize needs num_warps=4, block_m=128 and sm_90: got {got}")
-    if warp_specialize and late:
-        raise ValueError("warp_specialize takes one loop, late has two: got both")
+    specialised = can if warp_specialize is None else warp_specialize
     T, S, heads, group, _ = _sizes(q, k, heads, group)
+    D, sources = q.shape[3], tensors[:3]
     with torch.cuda.device_of(q):  # the current device may be another GPU
-        # Descriptors are built on the device, in memory that Triton asks the caller for.
-        device = q.device
-        triton.set_allocator(lambda n, *_: torch.empty(n, dtype=torch.int8, device=device))
+        if specialised:
+            # Descriptors are built on the device, in memory that Triton asks the caller for.
+            device = q.device
+            triton.set_allocator(lambda n, *_: torch.empty(n, dtype=torch.int8, device=device))
+        else:
+            blocks = block_m, block_n, block_n
+            sources = [_descriptor(x, n, D) for x, n in zip(sources, blocks, strict=True)]
         _tma_kernel[(tiles * heads,)](
-            *tensors,
+            *sources,
+            *tensors[3:],
             *(T, S, heads, group),
             *slopes,
-            D=q.shape[3],
+            D=D,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             CAUSAL=causal,
             RAGGED=S % block_n != 0,
-            WARP_SPECIALIZE=(can and not late) if warp_specialize is None else warp_specialize,
-            LATE=late,
+            WARP_SPECIALIZE=specialised,
             num_warps=num_warps,
             num_stages=num_stages,
         )
@@ -842,6 +843,18 @@ E4M3_MAX = 448.0  # the largest number of float8_e4m3fn: 1.75 times 2**8
 
 if triton is not None:
     TOP = tl.constexpr(E4M3_MAX)
+
+    @triton.jit
+    def _in_lanes(x):
+        """(R, N): of each 16 columns 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, in this order.
+
+        Of a product's result a lane holds two pairs of these columns, of an e4m3 operand it must
+        hold four in a row. Here its pairs are in a row: columns get other places, nothing moves.
+        """
+        # TODO step 6 (about 4 lines; handout section 7)
+        #   a column's number is 16 h + 8 pair + 2 lane + e: swap pair and lane, by a reshape, a
+        #   permute and a reshape
+        tl.static_assert(False, "lab 10 step 6: write _in_lanes")
 
     @triton.jit
     def _quantise_kernel(
@@ -856,11 +869,16 @@ if triton is not None:
         padded,
         BLOCK_R: tl.constexpr,
         BLOCK_C: tl.constexpr,
+        IN_LANES: tl.constexpr,
     ):
-        """Rows of x[n] to e4m3, each with a scale of its own; columns past `cols` become 0."""
-        # TODO step 6 (about 18 lines; handout section 7)
+        """Rows of x[n] to e4m3, each with a scale of its own; columns past `cols` become 0.
+
+        IN_LANES: columns are written in the order of `_in_lanes`.
+        """
+        # TODO step 6 (about 22 lines; handout section 7)
         #   a first pass over the columns for each row's largest, a second that divides and stores
-        #   mind: a scale of 0; 448 times 1 + eps; columns that pad
+        #   mind: a scale of 0; 448 times 1 + eps; columns that pad; IN_LANES, the column to load
+        #   from is not the one to store in
         tl.static_assert(False, "lab 10 step 6: write _quantise_kernel")
 
     @triton.jit
@@ -869,11 +887,10 @@ if triton is not None:
         l_i,
         m_i,
         q,
-        k_ptr,
-        v_ptr,
+        k_desc,
+        v_desc,
         k_scale_ptr,
-        stride_vs,
-        stride_vd,
+        bh,
         offs_m,
         lo,
         hi,
@@ -886,26 +903,24 @@ if triton is not None:
         MASKED: tl.constexpr,
         SHIFT: tl.constexpr,
     ):
-        """As `_keys`, for quantised k; with SHIFT > 0 v is e4m3, too, and so is p."""
+        """As `_tma_keys`, for quantised k; with SHIFT > 0 v is e4m3, too, and so is p."""
         # TODO step 6 (about 20 lines; handout section 7)
         #   first SHIFT in `_weights` (step 1): the limit is HUGE / 2**SHIFT, and p is times
         #   2**SHIFT for free, in the fma's addend, but not where m_new is HUGE / 2 and more
-        #   then as _keys; scores times the keys' scales; v by its two strides; _weights with SHIFT
+        #   then as _tma_keys; scores times the keys' scales; _weights with SHIFT; if SHIFT, v from
+        #   its (D, BLOCK_N) tile, and p rounded and then in the order of v's tokens
         tl.static_assert(False, "lab 10 step 6: write _fp8_keys")
 
     @triton.jit
     def _fp8_kernel(
         q_ptr,
-        k_ptr,
-        v_ptr,
+        k_desc,
+        v_desc,
         q_scale_ptr,
         k_scale_ptr,
         v_scale_ptr,
         out_ptr,
         lse_ptr,
-        stride_vn,
-        stride_vs,
-        stride_vd,
         T,
         S,
         heads,
@@ -918,8 +933,8 @@ if triton is not None:
         SHIFT: tl.constexpr,
     ):
         # TODO step 6 (about 24 lines; handout section 7)
-        #   head and tile as in step 3; the queries' scales go into slope, the values' into acc
-        #   at the end
+        #   head and tile as in step 3; q by pointers; the queries' scales go into slope, the
+        #   values' into acc at the end
         tl.static_assert(False, "lab 10 step 6: write _fp8_kernel")
 
 
@@ -927,7 +942,8 @@ class Quantised(NamedTuple):
     """A tensor in float8_e4m3fn and its float32 scales: x is about values * scales.
 
     Tokens of q and k: values (B, H, T, D), scales (B, H, T). Channels of v: values (B, H, D, S'),
-    transposed, S' being S up to a multiple of 16 (0 past S), scales (B, H, D).
+    transposed, S' being S up to a multiple of 16 (0 past S), scales (B, H, D); of each 16 tokens
+    0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, in this order: see `_in_lanes`.
     """
 
     values: torch.Tensor
@@ -939,7 +955,8 @@ def quantise(x, per="token") -> Quantised:
 
     Args:
         x: (B, H, T, D) float16, bfloat16 or float32, any strides.
-        per: "token" for q and k; "channel" for v, which is transposed.
+        per: "token" for q and k; "channel" for v, which is transposed, its tokens in the order
+            that `Quantised` tells.
 
     Raises:
         ValueError: the above does not hold.
@@ -962,7 +979,10 @@ def quantise(x, per="token") -> Quantised:
         raise ValueError(f"at most {MAX_GRID_YZ * block_r:,} rows a head: got {rows:,}")
     with torch.cuda.device_of(x):  # the current device may be another GPU
         _quantise_kernel[(heads, triton.cdiv(rows, block_r))](
-            x, values, scales, *x.stride(), rows, cols, padded, BLOCK_R=block_r, BLOCK_C=block_c
+            *(x, values, scales, *x.stride(), rows, cols, padded),
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+            IN_LANES=per == "channel",
         )
     return Quantised(values, scales)
 
@@ -973,9 +993,9 @@ def attend_fp8(
     v,
     causal=False,
     scale=None,
-    block_m=128,
+    block_m=64,
     block_n=128,
-    num_warps=8,
+    num_warps=4,
     num_stages=3,
     group=None,
     out_dtype=torch.bfloat16,
@@ -990,7 +1010,7 @@ def attend_fp8(
         v: Quantised per channel; or a (B, H, S, D) tensor in `out_dtype`: then only the scores are
             computed in e4m3.
         out_dtype: of the result.
-        others as `attention_ordered`; block_n from 32 up.
+        others as `attention_ordered`; block_n from 32 to 256.
 
     Returns:
         out (B, H, T, D) in out_dtype, lse (B, H, T) float32.
@@ -1006,26 +1026,25 @@ def attend_fp8(
     if causal and T != S:
         raise ValueError(f"causal needs as many keys as queries: got T={T}, S={S}")
     check_kernel_blocks(block_m=block_m, block_n=block_n)
-    if block_n < 32:
-        raise ValueError(f"e4m3 products take 32 keys at a time: got block_n={block_n}")
+    if not 32 <= block_n <= 256:
+        raise ValueError(f"32 to 256 keys a tile, for e4m3 and a descriptor: got block_n={block_n}")
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number: got {scale}")
     if group is None:
         group = heads_per_group(S, D, 1, _cache_bytes(device))
     if isinstance(v, Quantised):
-        values, v_scales, shift = v.values, v.scales, 8
-        strides = values.stride(1), 1, values.stride(2)
+        v_desc, v_scales, shift = _descriptor(v.values, D, block_n), v.scales, 8
     else:
-        values, v_scales, shift = v.contiguous(), k.scales, 0  # its scales are not looked at
-        strides = values.stride(1), D, 1
+        v_desc = _descriptor(v.contiguous(), block_n, D)
+        v_scales, shift = k.scales, 0  # its scales are not looked at
     tiles, heads = triton.cdiv(T, block_m), B * H
     out = torch.empty(B, H, T, D, dtype=out_dtype, device=device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=device)
     with torch.cuda.device_of(q.values):  # the current device may be another GPU
         _fp8_kernel[(tiles * heads,)](
-            *(q.values, k.values, values, q.scales, k.scales, v_scales, out, lse),
-            *strides,
+            *(q.values, _descriptor(k.values, block_n, D), v_desc),
+            *(q.scales, k.scales, v_scales, out, lse),
             *(T, S, heads, min(group, heads), scale * math.log2(math.e)),
             D=D,
             BLOCK_M=block_m,

@@ -24,6 +24,7 @@ from labs._harness.runtime import check_launch
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # macOS: steps 3, 4 and 6 have parts that run without
     triton = None
 
@@ -109,7 +110,7 @@ if triton is not None:
         BLOCK_M: tl.constexpr = acc.shape[0]
         offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
         out_ptrs = _pointers(out_ptr, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
-        out = acc / l_i[:, None]  # (BLOCK_M, D)
+        out = acc * (1.0 / l_i)[:, None]  # (BLOCK_M, D); a division is 10 instructions: one a row
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=offs_m[:, None] < T)
         unit = tl.where(tl.abs(m_i) < HUGE / 2**SHIFT, LN2, LN2 * slope / steep)  # (BLOCK_M,)
         tl.store(lse_ptr + offs_m, m_i * unit + tl.log(l_i) - SHIFT * LN2, mask=offs_m < T)
@@ -764,6 +765,17 @@ def best_config() -> Config | None:
 if triton is not None:
 
     @triton.jit
+    def _fetch(
+        desc, bh, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr
+    ):
+        """(ROWS, COLUMNS): a tile from `row` on; what lies past the end of its head is 0."""
+        if WARP_SPECIALIZE:  # the descriptor is of this head alone
+            tile = desc.load([row, 0])  # (ROWS, COLUMNS)
+        else:
+            tile = desc.load([bh, row, 0]).reshape(ROWS, COLUMNS)  # (ROWS, COLUMNS)
+        return tile
+
+    @triton.jit
     def _tma_keys(
         acc,
         l_i,
@@ -771,12 +783,14 @@ if triton is not None:
         q,
         k_desc,
         v_desc,
+        bh,
         offs_m,
         lo,
         hi,
         S,
         slope,
         steep,
+        D: tl.constexpr,
         BLOCK_N: tl.constexpr,
         CAUSAL: tl.constexpr,
         MASKED: tl.constexpr,
@@ -784,8 +798,8 @@ if triton is not None:
     ):
         """As `_keys`, with tiles that the copy engine fetches by their place: no pointers."""
         for start_n in tl.range(lo, hi, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
-            k = k_desc.load([start_n, 0])  # (BLOCK_N, D)
-            v = v_desc.load([start_n, 0])  # (BLOCK_N, D)
+            k = _fetch(k_desc, bh, start_n, BLOCK_N, D, WARP_SPECIALIZE)  # (BLOCK_N, D)
+            v = _fetch(v_desc, bh, start_n, BLOCK_N, D, WARP_SPECIALIZE)  # (BLOCK_N, D)
             s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
             if MASKED:
                 s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
@@ -794,41 +808,10 @@ if triton is not None:
         return acc, l_i, m_i
 
     @triton.jit
-    def _tma_late_keys(
-        acc,
-        l_i,
-        m_i,
-        p,
-        alpha,
-        q,
+    def _tma_kernel(
+        q_desc,
         k_desc,
         v_desc,
-        offs_m,
-        lo,
-        hi,
-        S,
-        slope,
-        steep,
-        BLOCK_N: tl.constexpr,
-        CAUSAL: tl.constexpr,
-        MASKED: tl.constexpr,
-    ):
-        """As `_late_keys`, by descriptors."""
-        for start_n in range(lo, hi, BLOCK_N):
-            k = k_desc.load([start_n, 0])  # (BLOCK_N, D)
-            s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
-            v = v_desc.load([start_n - BLOCK_N, 0])  # (BLOCK_N, D)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-            if MASKED:
-                s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
-            p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep)
-        return acc, l_i, m_i, p, alpha
-
-    @triton.jit
-    def _tma_kernel(
-        q_ptr,
-        k_ptr,
-        v_ptr,
         out_ptr,
         lse_ptr,
         T,
@@ -843,46 +826,45 @@ if triton is not None:
         CAUSAL: tl.constexpr,
         RAGGED: tl.constexpr,
         WARP_SPECIALIZE: tl.constexpr,
-        LATE: tl.constexpr,
     ):
+        """q_desc, k_desc, v_desc: descriptors of all heads; pointers if WARP_SPECIALIZE."""
         tiles = tl.cdiv(T, BLOCK_M)
         bh, pid_m = _tile_of_program(tl.program_id(0), tiles, heads, group, CAUSAL)
-        bh = bh.to(tl.int64)
-        # A descriptor ends with its head: rows past the end are 0 and never the next head's.
-        q_desc = tl.make_tensor_descriptor(q_ptr + bh * T * D, [T, D], [D, 1], [BLOCK_M, D])
-        k_desc = tl.make_tensor_descriptor(k_ptr + bh * S * D, [S, D], [D, 1], [BLOCK_N, D])
-        v_desc = tl.make_tensor_descriptor(v_ptr + bh * S * D, [S, D], [D, 1], [BLOCK_N, D])
+        head = bh.to(tl.int64)  # for pointers; a descriptor's coordinates are int32
         offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
         row = pid_m * BLOCK_M
-        if WARP_SPECIALIZE:  # a number of its own: section 6, "the number that q is loaded with"
+        if WARP_SPECIALIZE:
+            q_desc = tl.make_tensor_descriptor(q_desc + head * T * D, [T, D], [D, 1], [BLOCK_M, D])
+            k_desc = tl.make_tensor_descriptor(k_desc + head * S * D, [S, D], [D, 1], [BLOCK_N, D])
+            v_desc = tl.make_tensor_descriptor(v_desc + head * S * D, [S, D], [D, 1], [BLOCK_N, D])
+            # A number of its own: section 6, "the number that q is loaded with".
             row = (pid_m + 1) * BLOCK_M - BLOCK_M
-        q = q_desc.load([row, 0])  # (BLOCK_M, D)
+        q = _fetch(q_desc, bh, row, BLOCK_M, D, WARP_SPECIALIZE)  # (BLOCK_M, D)
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
         full, hi = _ranges(pid_m, S, BLOCK_M, BLOCK_N, CAUSAL)
         # fmt: off
         if WARP_SPECIALIZE:  # takes one loop only, so each tile is masked if any needs it
-            acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, offs_m, 0, hi, S, slope,
-                                      steep, BLOCK_N, CAUSAL, CAUSAL or RAGGED, True)
-        elif LATE:
-            s = _hide(tl.dot(q, tl.trans(k_desc.load([0, 0]))), 0, offs_m, S, BLOCK_N, CAUSAL)
-            p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep)
-            acc, l_i, m_i, p, alpha = _tma_late_keys(
-                acc, l_i, m_i, p, alpha, q, k_desc, v_desc, offs_m, BLOCK_N, full, S, slope, steep,
-                BLOCK_N, CAUSAL, False)
-            acc, l_i, m_i, p, alpha = _tma_late_keys(
-                acc, l_i, m_i, p, alpha, q, k_desc, v_desc, offs_m, tl.maximum(full, BLOCK_N), hi,
-                S, slope, steep, BLOCK_N, CAUSAL, True)
-            v = v_desc.load([(hi - 1) // BLOCK_N * BLOCK_N, 0])  # (BLOCK_N, D)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+            acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, bh, offs_m, 0, hi, S, slope,
+                                      steep, D, BLOCK_N, CAUSAL, CAUSAL or RAGGED, True)
         else:
-            acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, offs_m, 0, full, S, slope,
-                                      steep, BLOCK_N, CAUSAL, False, False)
-            acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, offs_m, full, hi, S, slope,
-                                      steep, BLOCK_N, CAUSAL, True, False)
+            acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, bh, offs_m, 0, full, S,
+                                      slope, steep, D, BLOCK_N, CAUSAL, False, False)
+            acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, bh, offs_m, full, hi, S,
+                                      slope, steep, D, BLOCK_N, CAUSAL, True, False)
         # fmt: on
-        _store(out_ptr + bh * T * D, lse_ptr + bh * T, acc, l_i, m_i, pid_m, T, slope, steep, D)
+        out_ptr, lse_ptr = out_ptr + head * T * D, lse_ptr + head * T
+        _store(out_ptr, lse_ptr, acc, l_i, m_i, pid_m, T, slope, steep, D)
+
+
+def _descriptor(x, rows, columns):
+    """Of x, contiguous (B, H, R, C), in tiles of (1, rows, columns), up to 256 each: of one head.
+
+    What lies past the end of a head is 0, and not the next head's. Made on the host, once a launch.
+    """
+    B, H, R, C = x.shape
+    return TensorDescriptor(x, [B * H, R, C], [R * C, C, 1], [1, rows, columns])
 
 
 def attention_tma(
@@ -897,7 +879,6 @@ def attention_tma(
     num_stages=2,
     group=None,
     warp_specialize=None,
-    late=False,
 ):
     """Attention whose tiles are fetched by tensor descriptors, by a warp of its own where it can.
 
@@ -905,7 +886,6 @@ def attention_tma(
         warp_specialize: let Triton give loads and products to different warps; needs compute
             capability 9, num_warps=4 and block_m=128. None: where the three hold. Triton's
             compiler has no other form of it that works: see the handout.
-        late: hand in each product with v a turn later, as in step 4; not specialised.
 
     Raises:
         ValueError: the above does not hold.
@@ -918,24 +898,28 @@ def attention_tma(
     if warp_specialize and not can:
         got = f"num_warps={num_warps}, block_m={block_m}, sm_{_arch(q.device)}"
         raise ValueError(f"warp_specialize needs num_warps=4, block_m=128 and sm_90: got {got}")
-    if warp_specialize and late:
-        raise ValueError("warp_specialize takes one loop, late has two: got both")
+    specialised = can if warp_specialize is None else warp_specialize
     T, S, heads, group, _ = _sizes(q, k, heads, group)
+    D, sources = q.shape[3], tensors[:3]
     with torch.cuda.device_of(q):  # the current device may be another GPU
-        # Descriptors are built on the device, in memory that Triton asks the caller for.
-        device = q.device
-        triton.set_allocator(lambda n, *_: torch.empty(n, dtype=torch.int8, device=device))
+        if specialised:
+            # Descriptors are built on the device, in memory that Triton asks the caller for.
+            device = q.device
+            triton.set_allocator(lambda n, *_: torch.empty(n, dtype=torch.int8, device=device))
+        else:
+            blocks = block_m, block_n, block_n
+            sources = [_descriptor(x, n, D) for x, n in zip(sources, blocks, strict=True)]
         _tma_kernel[(tiles * heads,)](
-            *tensors,
+            *sources,
+            *tensors[3:],
             *(T, S, heads, group),
             *slopes,
-            D=q.shape[3],
+            D=D,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             CAUSAL=causal,
             RAGGED=S % block_n != 0,
-            WARP_SPECIALIZE=(can and not late) if warp_specialize is None else warp_specialize,
-            LATE=late,
+            WARP_SPECIALIZE=specialised,
             num_warps=num_warps,
             num_stages=num_stages,
         )
@@ -947,6 +931,18 @@ E4M3_MAX = 448.0  # the largest number of float8_e4m3fn: 1.75 times 2**8
 
 if triton is not None:
     TOP = tl.constexpr(E4M3_MAX)
+
+    @triton.jit
+    def _in_lanes(x):
+        """(R, N): of each 16 columns 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, in this order.
+
+        Of a product's result a lane holds two pairs of these columns, of an e4m3 operand it must
+        hold four in a row. Here its pairs are in a row: columns get other places, nothing moves.
+        """
+        R: tl.constexpr = x.shape[0]
+        N: tl.constexpr = x.shape[1]
+        x = tl.reshape(x, (R, N // 16, 2, 4, 2))  # (R, N / 16, pair, lane, 2)
+        return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (R, N))
 
     @triton.jit
     def _quantise_kernel(
@@ -961,8 +957,12 @@ if triton is not None:
         padded,
         BLOCK_R: tl.constexpr,
         BLOCK_C: tl.constexpr,
+        IN_LANES: tl.constexpr,
     ):
-        """Rows of x[n] to e4m3, each with a scale of its own; columns past `cols` become 0."""
+        """Rows of x[n] to e4m3, each with a scale of its own; columns past `cols` become 0.
+
+        IN_LANES: columns are written in the order of `_in_lanes`.
+        """
         n = tl.program_id(0).to(tl.int64)
         offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)  # (BLOCK_R,)
         offs_c = tl.arange(0, BLOCK_C)  # (BLOCK_C,)
@@ -977,7 +977,11 @@ if triton is not None:
         scale = tl.where(top > 0, top / TOP, 1.0)  # (BLOCK_R,)
         for start in range(0, padded, BLOCK_C):
             c = (start + offs_c).to(tl.int64)[None, :]  # (1, BLOCK_C)
-            x = tl.load(x_rows + c * stride_xc, mask=exists[:, None] & (c < cols), other=0.0)
+            source = c  # the column that is written there
+            if IN_LANES:
+                source = _in_lanes(c)  # (1, BLOCK_C)
+            x_ptrs = x_rows + source * stride_xc  # (BLOCK_R, BLOCK_C)
+            x = tl.load(x_ptrs, mask=exists[:, None] & (source < cols), other=0.0)
             y = tl.clamp(x.to(tl.float32) / scale[:, None], -TOP, TOP)  # (BLOCK_R, BLOCK_C)
             tl.store(y_rows + c, y.to(y_ptr.dtype.element_ty), mask=exists[:, None] & (c < padded))
         tl.store(scale_ptr + n * rows + offs_r, scale, mask=exists)
@@ -988,11 +992,10 @@ if triton is not None:
         l_i,
         m_i,
         q,
-        k_ptr,
-        v_ptr,
+        k_desc,
+        v_desc,
         k_scale_ptr,
-        stride_vs,
-        stride_vd,
+        bh,
         offs_m,
         lo,
         hi,
@@ -1005,15 +1008,11 @@ if triton is not None:
         MASKED: tl.constexpr,
         SHIFT: tl.constexpr,
     ):
-        """As `_keys`, for quantised k; with SHIFT > 0 v is e4m3, too, and so is p."""
+        """As `_tma_keys`, for quantised k; with SHIFT > 0 v is e4m3, too, and so is p."""
         offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-        k_ptrs = _pointers(k_ptr, lo, D, BLOCK_N)  # (BLOCK_N, D)
-        v_tile = offs_n[:, None] * stride_vs + tl.arange(0, D)[None, :] * stride_vd  # (BLOCK_N, D)
-        v_ptrs = v_ptr + tl.cast(lo, tl.int64) * stride_vs + v_tile  # (BLOCK_N, D)
         k_scale_ptrs = k_scale_ptr + lo + offs_n  # (BLOCK_N,)
         for start_n in range(lo, hi, BLOCK_N):
-            k = _load(k_ptrs, start_n, S, MASKED)  # (BLOCK_N, D)
-            v = _load(v_ptrs, start_n, S, MASKED)  # (BLOCK_N, D)
+            k = _fetch(k_desc, bh, start_n, BLOCK_N, D, False)  # (BLOCK_N, D)
             if MASKED:
                 k_scale = tl.load(k_scale_ptrs, mask=start_n + offs_n < S, other=0.0)  # (BLOCK_N,)
             else:
@@ -1022,25 +1021,25 @@ if triton is not None:
             if MASKED:
                 s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
             p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep, SHIFT)
+            if SHIFT:
+                v = tl.trans(v_desc.load([bh, 0, start_n]).reshape(D, BLOCK_N))  # (BLOCK_N, D)
+                p = _in_lanes(p.to(v.dtype))  # (BLOCK_M, BLOCK_N), keys in v's order
+            else:
+                v = _fetch(v_desc, bh, start_n, BLOCK_N, D, False)  # (BLOCK_N, D)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-            k_ptrs += BLOCK_N * D
-            v_ptrs += BLOCK_N * stride_vs
             k_scale_ptrs += BLOCK_N
         return acc, l_i, m_i
 
     @triton.jit
     def _fp8_kernel(
         q_ptr,
-        k_ptr,
-        v_ptr,
+        k_desc,
+        v_desc,
         q_scale_ptr,
         k_scale_ptr,
         v_scale_ptr,
         out_ptr,
         lse_ptr,
-        stride_vn,
-        stride_vs,
-        stride_vd,
         T,
         S,
         heads,
@@ -1054,30 +1053,30 @@ if triton is not None:
     ):
         tiles = tl.cdiv(T, BLOCK_M)
         bh, pid_m = _tile_of_program(tl.program_id(0), tiles, heads, group, CAUSAL)
-        bh = bh.to(tl.int64)
-        k_ptr, v_ptr, k_scale_ptr = k_ptr + bh * S * D, v_ptr + bh * stride_vn, k_scale_ptr + bh * S
+        head = bh.to(tl.int64)  # for pointers; a descriptor's coordinates are int32
         offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
-        q_ptrs = _pointers(q_ptr + bh * T * D, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
+        q_ptrs = _pointers(q_ptr + head * T * D, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
         q = _load(q_ptrs, pid_m * BLOCK_M, T, True)  # (BLOCK_M, D)
-        q_scale = tl.load(q_scale_ptr + bh * T + offs_m, mask=offs_m < T, other=1.0)  # (BLOCK_M,)
+        q_scale = tl.load(q_scale_ptr + head * T + offs_m, mask=offs_m < T, other=1.0)  # (BLOCK_M,)
         slope = q_scale * slope  # (BLOCK_M,), the query's scale costs nothing in the loop
         steep = tl.exp2(tl.ceil(tl.log2(slope)))  # (BLOCK_M,)
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
         full, hi = _ranges(pid_m, S, BLOCK_M, BLOCK_N, CAUSAL)
+        k_scale_ptr += head * S
         # fmt: off
         acc, l_i, m_i = _fp8_keys(
-            acc, l_i, m_i, q, k_ptr, v_ptr, k_scale_ptr, stride_vs, stride_vd, offs_m, 0, full, S,
-            slope, steep, D, BLOCK_N, CAUSAL, False, SHIFT)
+            acc, l_i, m_i, q, k_desc, v_desc, k_scale_ptr, bh, offs_m, 0, full, S, slope, steep,
+            D, BLOCK_N, CAUSAL, False, SHIFT)
         acc, l_i, m_i = _fp8_keys(
-            acc, l_i, m_i, q, k_ptr, v_ptr, k_scale_ptr, stride_vs, stride_vd, offs_m, full, hi, S,
-            slope, steep, D, BLOCK_N, CAUSAL, True, SHIFT)
+            acc, l_i, m_i, q, k_desc, v_desc, k_scale_ptr, bh, offs_m, full, hi, S, slope, steep,
+            D, BLOCK_N, CAUSAL, True, SHIFT)
         # fmt: on
         if SHIFT:
-            v_scale = tl.load(v_scale_ptr + bh * D + tl.arange(0, D))  # (D,)
+            v_scale = tl.load(v_scale_ptr + head * D + tl.arange(0, D))  # (D,)
             acc = acc * v_scale[None, :]  # (BLOCK_M, D)
-        out_ptr, lse_ptr = out_ptr + bh * T * D, lse_ptr + bh * T
+        out_ptr, lse_ptr = out_ptr + head * T * D, lse_ptr + head * T
         _store(out_ptr, lse_ptr, acc, l_i, m_i, pid_m, T, slope, steep, D, SHIFT)
 
 
@@ -1085,7 +1084,8 @@ class Quantised(NamedTuple):
     """A tensor in float8_e4m3fn and its float32 scales: x is about values * scales.
 
     Tokens of q and k: values (B, H, T, D), scales (B, H, T). Channels of v: values (B, H, D, S'),
-    transposed, S' being S up to a multiple of 16 (0 past S), scales (B, H, D).
+    transposed, S' being S up to a multiple of 16 (0 past S), scales (B, H, D); of each 16 tokens
+    0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, in this order: see `_in_lanes`.
     """
 
     values: torch.Tensor
@@ -1097,7 +1097,8 @@ def quantise(x, per="token") -> Quantised:
 
     Args:
         x: (B, H, T, D) float16, bfloat16 or float32, any strides.
-        per: "token" for q and k; "channel" for v, which is transposed.
+        per: "token" for q and k; "channel" for v, which is transposed, its tokens in the order
+            that `Quantised` tells.
 
     Raises:
         ValueError: the above does not hold.
@@ -1120,7 +1121,10 @@ def quantise(x, per="token") -> Quantised:
         raise ValueError(f"at most {MAX_GRID_YZ * block_r:,} rows a head: got {rows:,}")
     with torch.cuda.device_of(x):  # the current device may be another GPU
         _quantise_kernel[(heads, triton.cdiv(rows, block_r))](
-            x, values, scales, *x.stride(), rows, cols, padded, BLOCK_R=block_r, BLOCK_C=block_c
+            *(x, values, scales, *x.stride(), rows, cols, padded),
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+            IN_LANES=per == "channel",
         )
     return Quantised(values, scales)
 
@@ -1131,9 +1135,9 @@ def attend_fp8(
     v,
     causal=False,
     scale=None,
-    block_m=128,
+    block_m=64,
     block_n=128,
-    num_warps=8,
+    num_warps=4,
     num_stages=3,
     group=None,
     out_dtype=torch.bfloat16,
@@ -1148,7 +1152,7 @@ def attend_fp8(
         v: Quantised per channel; or a (B, H, S, D) tensor in `out_dtype`: then only the scores are
             computed in e4m3.
         out_dtype: of the result.
-        others as `attention_ordered`; block_n from 32 up.
+        others as `attention_ordered`; block_n from 32 to 256.
 
     Returns:
         out (B, H, T, D) in out_dtype, lse (B, H, T) float32.
@@ -1164,26 +1168,25 @@ def attend_fp8(
     if causal and T != S:
         raise ValueError(f"causal needs as many keys as queries: got T={T}, S={S}")
     check_kernel_blocks(block_m=block_m, block_n=block_n)
-    if block_n < 32:
-        raise ValueError(f"e4m3 products take 32 keys at a time: got block_n={block_n}")
+    if not 32 <= block_n <= 256:
+        raise ValueError(f"32 to 256 keys a tile, for e4m3 and a descriptor: got block_n={block_n}")
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number: got {scale}")
     if group is None:
         group = heads_per_group(S, D, 1, _cache_bytes(device))
     if isinstance(v, Quantised):
-        values, v_scales, shift = v.values, v.scales, 8
-        strides = values.stride(1), 1, values.stride(2)
+        v_desc, v_scales, shift = _descriptor(v.values, D, block_n), v.scales, 8
     else:
-        values, v_scales, shift = v.contiguous(), k.scales, 0  # its scales are not looked at
-        strides = values.stride(1), D, 1
+        v_desc = _descriptor(v.contiguous(), block_n, D)
+        v_scales, shift = k.scales, 0  # its scales are not looked at
     tiles, heads = triton.cdiv(T, block_m), B * H
     out = torch.empty(B, H, T, D, dtype=out_dtype, device=device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=device)
     with torch.cuda.device_of(q.values):  # the current device may be another GPU
         _fp8_kernel[(tiles * heads,)](
-            *(q.values, k.values, values, q.scales, k.scales, v_scales, out, lse),
-            *strides,
+            *(q.values, _descriptor(k.values, block_n, D), v_desc),
+            *(q.scales, k.scales, v_scales, out, lse),
             *(T, S, heads, min(group, heads), scale * math.log2(math.e)),
             D=D,
             BLOCK_M=block_m,

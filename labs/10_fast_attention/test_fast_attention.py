@@ -76,10 +76,9 @@ def rung(lab, step, late=False):
 
         return tuned
     function = getattr(lab, STEPS[step])
-    options = {"late": True} if late else {}
 
     def run(q, k, v, causal=False, scale=None, block_m=16, block_n=16):
-        return function(q, k, v, causal, scale, block_m=block_m, block_n=block_n, **options)
+        return function(q, k, v, causal, scale, block_m=block_m, block_n=block_n)
 
     return run
 
@@ -306,8 +305,8 @@ class Events(interpreter.Observer):
 
     Attributes:
         of: program -> its events. ("load", name, row, masked) for a tile loaded, of the tensor
-            `name` from `row` on; ("dot", "scores" or "values"); (name, "tile") for an operation on
-            a tile of scores, such as ("exp2", "tile").
+            "q", "k" or "v" from `row` on; ("dot", "scores" or "values"); (name, "tile") for an
+            operation on a tile of scores, such as ("exp2", "tile").
     """
 
     OPERATIONS = ("select", "fma", "exp2", "exp", "fmul", "fadd", "fsub", "fdiv")
@@ -320,7 +319,7 @@ class Events(interpreter.Observer):
 
     def program(self, launch):
         self.launch_now = launch
-        kept = self.of if "k_ptr" in launch.tensors else {}
+        kept = self.of if {"k_ptr", "k_desc"} & launch.tensors.keys() else {}
         self.now = kept.setdefault(launch.program[0], [])
         return True
 
@@ -331,7 +330,7 @@ class Events(interpreter.Observer):
                 x = launch.tensors[name]
                 place = (int(address[mask].min()) - x.data_ptr()) // itemsize
                 row = place // x.stride(-2) if x.shape[-1] == self.D else place
-                self.now.append(("load", name, row, not self.plain))
+                self.now.append(("load", name.removesuffix("_ptr"), row, not self.plain))
 
     def dot(self, launch, m, n, k):
         self.now.append(("dot", "scores" if (n, k) == (self.block_n, self.D) else "values"))
@@ -357,7 +356,9 @@ class Events(interpreter.Observer):
     def _by_descriptor(self, inner):
         def create(descriptor, indices, *args):
             name = self.launch_now.tensor_at(int(descriptor.base.data.item()))
-            self.now.append(("load", name, int(indices[0].data.item()), False))
+            turned = self.launch_now.tensors[name].shape[-1] != self.D  # its columns are keys
+            row = int(indices[-1 if turned else -2].data.item())
+            self.now.append(("load", name.removesuffix("_desc"), row, False))
             self.plain = None  # its own load is told of
             try:
                 return inner(descriptor, indices, *args)
@@ -419,11 +420,11 @@ def check_masks(events, T, block_m, block_n, causal, late=False):
         f"{want} tiles of scores need a mask: got {got} masked; usual causes: MASKED is not passed "
         "on, or `full` is too small"
     )
-    masked = {name: 0 for name in ("k_ptr", "v_ptr")}
+    masked = {"k": 0, "v": 0}
     for what, *event in everything:
         if what == "load" and event[0] in masked:
             masked[event[0]] += event[2]
-    most = {"k_ptr": want, "v_ptr": math.ceil(T / block_m) if late else want}
+    most = {"k": want, "v": math.ceil(T / block_m) if late else want}
     assert all(masked[name] <= most[name] for name in most), (
         f"loads with a mask: want at most {most}, got {masked}; the usual cause: `_load` is asked "
         "for a mask in the loop over whole tiles, too, which costs a comparison and a select each"
@@ -435,8 +436,8 @@ def check_late(events, block_n):
     for program, found in events.items():
         order, loads = [], []
         for event in found:
-            if event[0] == "load" and event[1] in ("k_ptr", "v_ptr"):
-                loads.append((event[1][0], event[2]))
+            if event[0] == "load" and event[1] in ("k", "v"):
+                loads.append((event[1], event[2]))
             elif event[0] == "dot" or event == ("exp2", "tile"):
                 order.append(event[1] if event[0] == "dot" else "exp2")
         n = order.count("scores")
@@ -1189,27 +1190,31 @@ def test_tma_other_heads_unread(lab, device, causal):
     check_other_heads_unread(rung(lab, 5), device, F16, causal)
 
 
+def specialised(lab):
+    """The warp specialised form as f(q, k, v, causal, scale, ...); its tile is 128x64."""
+    if not here.interpret and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("warp specialisation needs compute capability 9")
+
+    def run(q, k, v, causal=False, scale=None, *_):
+        tile = {"block_m": 128, "block_n": 64}
+        return lab.attention_tma(q, k, v, causal, scale, **tile, warp_specialize=True)
+
+    return run
+
+
 @step5
 @causal_or_full
 @pytest.mark.parametrize("T", [128, 130])
 def test_tma_warp_specialised_form(lab, device, T, causal):
-    if not here.interpret and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("warp specialisation needs compute capability 9")
     q, k, v = fenced_qkv(1, 2, T, 64, dtype=F16, device=device)
-    got = lab.attention_tma(q, k, v, causal, block_m=128, block_n=64, warp_specialize=True)
+    got = specialised(lab)(q, k, v, causal)
     oracle.check_all(oracle.attention(q, k, v, causal, kernel=True), got, "attention_tma")
 
 
 @step5
 @causal_or_full
-@tilings
-def test_tma_late(lab, device, T, block_m, block_n, causal):
-    run = rung(lab, 5, True)
-    kind = "growing" if T == 50 else "normal"
-    q, k, v = fenced_qkv(1, 2, T, 16, dtype=F16, kind=kind, device=device)
-    check(run, q, k, v, causal, None, block_m, block_n)
-    if (T, block_m) == (33, 32):
-        check_other_heads_unread(run, device, F16, causal)
+def test_tma_specialised_form_other_heads_unread(lab, device, causal):
+    check_other_heads_unread(specialised(lab), device, F16, causal)
 
 
 @step5
@@ -1233,26 +1238,45 @@ def test_tma_loads_by_descriptor(lab, device):
 
 @step5
 @interpreter_only
-@late_or_not
+def test_tma_makes_its_descriptors_on_the_host(lab, device):
+    made = 0
+
+    def counting(create_make_tensor_descriptor):
+        def create(*args, **kwargs):
+            nonlocal made
+            made += 1
+            return create_make_tensor_descriptor(*args, **kwargs)
+
+        return create
+
+    q, k, v = oracle.qkv(1, 2, 64, 16, dtype=F16, device=device)
+    with interpreter_with(create_make_tensor_descriptor=counting):
+        rung(lab, 5)(q, k, v, False, None, 32, 32)
+        mine, made = made, 0
+        specialised(lab)(*oracle.qkv(1, 3, 128, 16, dtype=F16, device=device))
+    assert mine <= 3, (
+        f"4 programs, not specialised: want 3 descriptors in all, for q, k and v; got {mine}; the "
+        "usual cause: they are made in the kernel, by each program for itself"
+    )
+    assert made == 9, f"3 programs, specialised: want 3 descriptors in each, got {made} in all"
+
+
+@step5
+@interpreter_only
 @causal_or_full
-def test_tma_masks_only_where_needed(lab, device, causal, late):
+def test_tma_masks_only_where_needed(lab, device, causal):
     T, block_m, block_n = 70, 32, 16
     q, k, v = oracle.qkv(1, 1, T, 64, dtype=F16, device=device)
-    events = events_of(rung(lab, 5, late), q, k, v, causal, block_m, block_n, descriptors=True)
-    if late:
-        check_late(events, block_n)
-    check_masks(events, T, block_m, block_n, causal, late)
+    events = events_of(rung(lab, 5), q, k, v, causal, block_m, block_n, descriptors=True)
+    check_masks(events, T, block_m, block_n, causal)
 
 
 @step5
 @interpreter_only
 @pytest.mark.parametrize(("T", "causal"), [(128, False), (130, False), (128, True)])
 def test_tma_specialised_form_masks_all_or_nothing(lab, device, T, causal):
-    def run(q, k, v, causal, scale, block_m, block_n):
-        lab.attention_tma(q, k, v, causal, block_m=128, block_n=64, warp_specialize=True)
-
     q, k, v = oracle.qkv(1, 1, T, 32, dtype=F16, device=device)
-    events = events_of(run, q, k, v, causal, 128, 64)
+    events = events_of(specialised(lab), q, k, v, causal, 128, 64)
     everything = [event for program in events.values() for event in program]
     want = everything.count(("dot", "scores")) if causal or T % 64 else 0
     got = everything.count(("select", "tile"))
@@ -1305,7 +1329,7 @@ def test_tma_rejects(lab, device):
         lab.attention_tma(q.float(), q.float(), q.float())
     with pytest.raises(ValueError, match="256"):
         lab.attention_tma(q, q, q, block_n=512)
-    for wrong in ({"num_warps": 8}, {"block_m": 64}, {"late": True}):
+    for wrong in ({"num_warps": 8}, {"block_m": 64}):
         with pytest.raises(ValueError, match="warp_specialize"):
             lab.attention_tma(q, q, q, warp_specialize=True, **wrong)
 
@@ -1332,9 +1356,27 @@ def test_tma_warp_specialised_compiles_for_hopper(lab, request, D):
         f"specialised, its 4 warps become 12: want 168 registers at most, got {got}; the usual "
         "causes: warp_specialize does not reach tl.range, or something in the loop is conditional"
     )
-    late = {"late": True, "num_warps": 8}
-    kernels += check_compiles(lab, request, launcher, ("sm_90",), **tile, **late)
-    assert all(c.instructions["bulk"] and c.instructions["wgmma"] for c in kernels)
+    assert all(kernels[0].instructions[name] for name in ("bulk", "wgmma"))
+
+
+@step5
+@needs_compiler
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("D", "block_m", "block_n", "num_warps", "num_stages"),
+    [
+        (64, 64, 64, 4, 2),
+        (64, 128, 64, 8, 3),
+        (128, 64, 64, 4, 3),
+        (128, 128, 64, 8, 3),
+        (256, 128, 32, 8, 2),
+    ],
+)
+def test_tma_two_loops_compile_for_hopper(lab, request, D, block_m, block_n, num_warps, num_stages):
+    tile = {"block_m": block_m, "block_n": block_n, "num_warps": num_warps}
+    tile |= {"num_stages": num_stages, "head_dim": D, "dtype": "bfloat16"}
+    (c,) = check_compiles(lab, request, "attention_tma", ("sm_90",), **tile)
+    assert all(c.instructions[name] for name in ("bulk", "wgmma"))
 
 
 # ---------------------------------------------------------------- step 6
@@ -1376,8 +1418,23 @@ def needs_e4m3(test):
 
 
 def dequantised(x):
-    """The (B, H, T, D) that quantised tokens stand for, in float64."""
+    """The (B, H, T, D) that quantised tokens stand for, in float64; of channels (B, H, D, S')."""
     return x.values.double() * x.scales.double()[..., None]
+
+
+# Which token of each 16 lies where in quantised channels: see `Quantised`.
+KEY_ORDER = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+
+
+def in_key_order(x, back=False):
+    """x with each 16 of its last axis in the order of quantised channels, or back from it."""
+    order = torch.tensor(KEY_ORDER, device=x.device)
+    return x.unflatten(-1, (-1, 16))[..., order.argsort() if back else order].flatten(-2)
+
+
+def dequantised_channels(x, S):
+    """The (B, H, S, D) that quantised channels stand for, in float64."""
+    return in_key_order(dequantised(x), back=True)[..., :S].transpose(2, 3)
 
 
 def quantised_in_torch(x):
@@ -1440,11 +1497,30 @@ def test_quantise_channels(lab, device, S):
     padded = math.ceil(S / 16) * 16
     # Transposed, rows of 16 byte pieces.
     check_quantised(got, (1, 2, 32, padded), x.abs().amax(2) / 448, "channel")
-    padding = (got.values.float()[..., S:] != 0).sum().item()
-    assert padding == 0, (
-        f"columns from {S} on only pad: want 0 in all of them, got {padding} others"
-    )
-    check_rounded(dequantised(got)[..., :S].transpose(2, 3), x, x.abs().amax(2, keepdim=True))
+    padding = (in_key_order(got.values.float(), back=True)[..., S:] != 0).sum().item()
+    assert padding == 0, f"tokens from {S} on only pad: want 0 in all of them, got {padding} others"
+    check_rounded(dequantised_channels(got, S), x, x.abs().amax(2, keepdim=True))
+
+
+@step6
+@needs_e4m3
+@pytest.mark.parametrize("S", [1, 16, 20, 300])
+def test_quantise_order_of_keys(lab, device, S):
+    # Numbers that e4m3 holds, of each 16 another, and 448 as the largest: nothing is rounded.
+    numbers = torch.arange(111, 127, dtype=torch.uint8).view(E4M3).float().flip(0)
+    numbers = numbers.repeat(math.ceil(S / 16))
+    x = numbers[:S, None].expand(1, 1, S, 32).contiguous().to(device)
+    got = lab.quantise(x, "channel").values.float()[0, 0, -1].cpu()
+    numbers[S:] = 0
+    wrong = (got != in_key_order(numbers)).nonzero()
+    if len(wrong):
+        group = slice(first := wrong[0].item() // 16 * 16, first + 16)
+        held = numbers[group].tolist()
+        lie = [held.index(n) if n in held else "?" for n in got[group].tolist()]
+        raise AssertionError(
+            f"places {first} to {first + 15}: want tokens {KEY_ORDER} of the 16 there, got {lie}; "
+            "usual causes: pair and lane are swapped, or a column is loaded where it is stored"
+        )
 
 
 @step6
@@ -1554,7 +1630,7 @@ def exact_attention(lab, q, k, v, causal=False):
         q, k: quantised per token. v: quantised per channel, or a tensor.
     """
     if not isinstance(v, torch.Tensor):
-        v = dequantised(v)[..., : k.values.shape[2]].transpose(2, 3)
+        v = dequantised_channels(v, k.values.shape[2])
     return oracle.attention(dequantised(q), dequantised(k), v.double(), causal)
 
 
@@ -1563,7 +1639,8 @@ def exact_attention(lab, q, k, v, causal=False):
 @causal_or_full
 @pytest.mark.parametrize("values", [False, True], ids=["scores", "all"])
 @pytest.mark.parametrize(
-    ("T", "block_m", "block_n"), [(1, 16, 32), (37, 32, 32), (70, 16, 64), (64, 64, 32)]
+    ("T", "block_m", "block_n"),
+    [(1, 16, 32), (17, 32, 32), (37, 32, 32), (70, 16, 64), (64, 64, 32), (100, 32, 64)],
 )
 def test_fp8_is_attention_of_what_was_quantised(lab, device, T, block_m, block_n, values, causal):
     q, k, v = fenced_qkv(1, 2, T, 32, dtype=F16, device=device)
@@ -1582,6 +1659,26 @@ def test_fp8_is_attention_of_what_was_quantised(lab, device, T, block_m, block_n
     limit = (2.0**-4 if values else 2.0**-9) * v.abs().max().item()
     error = (out.double() - want.value).abs().max().item()
     assert error < limit, f"error {error:.2g}, limit {limit:.2g}"
+
+
+@step6
+@needs_e4m3
+@pytest.mark.parametrize("S", [1, 17, 100])
+def test_fp8_gives_each_key_its_value(lab, device, S):
+    # Query i picks key i, all others weigh nothing: what comes out is value i, to e4m3's precision.
+    T, D = S, 128
+    q = torch.zeros(1, 1, T, D, device=device)
+    q[0, 0].fill_diagonal_(1.0)
+    v = torch.linspace(-1.0, 1.0, S, device=device)[:, None].expand(1, 1, S, D).contiguous()
+    out, _ = lab.attention_fp8(q, q, v, scale=64.0, block_m=16, block_n=64)
+    off = (out - v).abs().amax(-1).flatten()
+    i = int(off.nan_to_num(math.inf).argmax())
+    nearest = int((v[0, 0, :, 0] - out[0, 0, i, 0]).abs().argmin())
+    assert off[i].item() < 0.04, (
+        f"query {i} sees only key {i}: want its value, {v[0, 0, i, 0].item():.3f}, got "
+        f"{out[0, 0, i, 0].item():.3f}, as of key {nearest}; usual causes: the columns of p are "
+        "not in the order of v's tokens, v is of another tile than k"
+    )
 
 
 @step6
@@ -1693,7 +1790,7 @@ def test_fp8_masks_and_products_only_where_needed(lab, device, causal):
 
     T, block_m, block_n = 70, 16, 32
     q, k, v = oracle.qkv(1, 1, T, 64, dtype=F16, device=device)
-    events = events_of(run, q, k, v, causal, block_m, block_n)
+    events = events_of(run, q, k, v, causal, block_m, block_n, descriptors=True)
     check_masks(events, T, block_m, block_n, causal)
     check_operations(events, also=1)  # the keys' scales
 
@@ -1747,11 +1844,12 @@ def test_fp8_score_ranges_are_finite(lab, device, kind):
 
 @step6
 @needs_e4m3
-def test_fp8_other_heads_unread(lab, device):
+@pytest.mark.parametrize("values", [False, True], ids=["scores", "all"])
+def test_fp8_other_heads_unread(lab, device, values):
     q, k, v = oracle.qkv(1, 3, 21, 32, dtype=F16, device=device)
     for x in (q, k, v):
         x[:, 0], x[:, 2] = math.nan, math.nan
-    out, _ = lab.attention_fp8(q, k, v, block_m=32, block_n=32)
+    out, _ = lab.attention_fp8(q, k, v, values=values, block_m=32, block_n=32)
     want = oracle.attention(*(x[:, 1:2] for x in (q, k, v)))[0].value
     error = lab.rmse(out[:, 1:2], want)
     assert error < 0.06, (
@@ -1777,8 +1875,9 @@ def test_fp8_rejects(lab, device):
     lab.attention_fp8(q, k, v, block_m=16, block_n=32)
     with pytest.raises(ValueError, match="D=16"):
         lab.attention_fp8(*(x[..., :16] for x in (q, k, v)))
-    with pytest.raises(ValueError, match="block_n=16"):
-        lab.attention_fp8(q, k, v, block_n=16)
+    for block_n in (16, 512):
+        with pytest.raises(ValueError, match=f"block_n={block_n}"):
+            lab.attention_fp8(q, k, v, block_n=block_n)
     with pytest.raises(ValueError, match="block_m"):
         lab.attention_fp8(q, k, v, block_m=24)
     with pytest.raises(ValueError, match="scale"):
@@ -1802,3 +1901,9 @@ def test_rmse(lab, device):
 @pytest.mark.parametrize("D", [64, 128])
 def test_fp8_compiles_for_cards_that_have_it(lab, request, D):
     check_compiles(lab, request, "attention_fp8", ("sm_89", "sm_90", "sm_120"), head_dim=D)
+    for block_n in (64, 128):
+        tile = {"block_m": 64, "block_n": block_n, "num_warps": 4, "num_stages": 3}
+        kernels = check_compiles(
+            lab, request, "attention_fp8", ("sm_90",), **tile, head_dim=D, dtype="bfloat16"
+        )
+        assert all(kernels[-1].instructions[name] for name in ("bulk", "wgmma"))
