@@ -99,16 +99,16 @@ def _configurations(ws, D, causal) -> list[Provider]:
     Half of them compile to the kernel of another: whether it is persistent is a matter of the grid.
     """
     found = []
-    for block_n in (64, 128):
+    for block_n, consumers in itertools.product((64, 128), (2, 3) if D == 64 else (2,)):
         fits = [
             stages
             for stages in (2, 3, 4)
-            if shared_memory(D, block_n, stages) <= gluon_program.SHARED_LIMIT
+            if shared_memory(D, block_n, stages, consumers) <= gluon_program.SHARED_LIMIT
         ]
         flags = itertools.product((True, False), (False, True))
         for stages, (ping_pong, fused) in itertools.product(fits[-2:], list(flags)):
             for persistent in (True, False):
-                config = ws.Config(block_n, stages, ping_pong, persistent, fused)
+                config = ws.Config(block_n, stages, ping_pong, persistent, fused, consumers)
                 run = functools.partial(_persistent, ws, causal, config)
                 text = described(config)
                 found.append(Provider(BEST, run, yours=True, kernel=True, config=text))
@@ -117,7 +117,7 @@ def _configurations(ws, D, causal) -> list[Provider]:
 
 def described(config) -> str:
     """A configuration in a few letters: 128x64 s3 ping-pong persistent."""
-    words = f"128x{config.block_n} s{config.stages}"
+    words = f"{64 * config.consumers}x{config.block_n} s{config.stages}"
     for name in ("ping_pong", "persistent", "fused"):
         words += f" {name.replace('_', '-')}" if getattr(config, name) else ""
     return words
@@ -127,10 +127,10 @@ def _persistent(ws, causal, config, q, k, v):
     return ws.attention_persistent(q, k, v, causal, None, config)[0]
 
 
-def shared_memory(D, block_n, stages) -> int:
+def shared_memory(D, block_n, stages, consumers=2) -> int:
     """Bytes of shared memory of a program of step 5: Q twice and O, K and V, barriers."""
-    barriers = 8 * (2 * 4 + 4 * stages + 2)
-    return 2 * D * (6 * 64 + 2 * block_n * stages) + barriers + 256
+    barriers = 8 * (2 * 2 * consumers + 4 * stages + consumers)
+    return 2 * D * (3 * consumers * 64 + 2 * block_n * stages) + barriers + 256
 
 
 def closing(ws, options, report, rows, folder: Path):
@@ -245,6 +245,7 @@ def launches(
     fused=None,
     dtype="bfloat16",
     causal=True,
+    consumers=None,
 ) -> dict:
     """Launcher name -> a call that launches its kernel once, for the X-ray to compile."""
     kind = getattr(torch, dtype)
@@ -254,8 +255,8 @@ def launches(
     k = torch.empty(block_n or 128, head_dim, dtype=kind)
 
     def best():
-        config = ws.best_config(head_dim, causal, 4096)
-        given = dict(block_n=block_n, stages=num_stages, fused=fused)
+        config = ws.best_config(head_dim, causal, 16384)
+        given = dict(block_n=block_n, stages=num_stages, fused=fused, consumers=consumers)
         given["ping_pong"] = ping_pong
         config = config._replace(**{k: v for k, v in given.items() if v is not None})
         ws.attention_persistent(q, q, q, causal, None, config)

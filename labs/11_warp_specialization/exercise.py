@@ -422,18 +422,44 @@ if gluon is not None:
 
     @gluon.jit
     def _mask(s, rows, start_n, T, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-        # TODO step 4, next part (about 7 lines)
-        #   -inf where row i must not see column start_n + j: causal, else beyond T
-        #   causal: take start_n from the rows, so that columns are constants (handout: why)
-        gl.static_assert(False, "lab 11 step 4: write _mask")
+        """-inf where a row does not see a key of the block that begins at start_n: (ROWS, BLOCK_N).
+
+        A column is 8 i + 2 j + k, j between the lanes of a row, i and k between the registers of a
+        lane. With j on the other side a lane compares constants: no register for each column.
+        """
+        parts = s.reshape([ROWS, BLOCK_N // 8, 4, 2])  # (ROWS, BLOCK_N / 8, 4, 2)
+        LAYOUT: gl.constexpr = parts.type.layout
+        ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+        I_LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+        J_LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+        K_LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        i = gl.arange(0, BLOCK_N // 8, layout=I_LAYOUT)[None, :, None, None]
+        j = gl.arange(0, 4, layout=J_LAYOUT)[None, None, :, None]
+        k = gl.arange(0, 2, layout=K_LAYOUT)[None, None, None, :]
+        if CAUSAL:  # rows that exist see no key beyond T then
+            last = rows - start_n  # (ROWS,)
+        else:
+            # + 0, which no compiler knows: else it compares once, and keeps the answers for block 0
+            # of all tiles in two dozen registers.
+            last = T - 1 - start_n + (rows >> 31)  # (ROWS,)
+        last = gl.convert_layout(last, ROW)[:, None, None, None]
+        parts = gl.where(8 * i + k <= last - 2 * j, parts, float("-inf"))
+        return gl.convert_layout(parts.reshape([ROWS, BLOCK_N]), s.type.layout)
 
     @gluon.jit
-    def _softmax(s, m_i, l_i, scales, FUSED: gl.constexpr):
-        # TODO step 4, next part (about 13 lines)
-        #   (p, new maximum, new l_i, alpha) of one block; m_i and s are not scaled yet
+    def _maximum(s, m_i, scales):
+        # TODO step 4, next part (about 2 lines)
+        #   (the maximum with this block's scores, alpha): (ROWS,) each; none is scaled yet
+        #   scales[0] = scale * log2(e); alpha is what the sums so far must be multiplied by
+        gl.static_assert(False, "lab 11 step 4: write _maximum")
+
+    @gluon.jit
+    def _weights(s, m_i, l_i, alpha, scales, FUSED: gl.constexpr):
+        # TODO step 4, next part (about 8 lines)
+        #   (p, new l_i) of one block, whose maximum is in m_i already
         #   l_i is (ROWS, 4), as _parts (given) gives it: alpha changes layout to meet it
         #   scales = (scale * log2(e), the power of two below it); FUSED may wait for step 5
-        gl.static_assert(False, "lab 11 step 4: write _softmax")
+        gl.static_assert(False, "lab 11 step 4: write _weights")
 
     @gluon.jit
     def _begin_turn(order, i, WG: gl.constexpr, PING_PONG: gl.constexpr):
@@ -446,6 +472,15 @@ if gluon is not None:
         # TODO step 4, next part (about 2 lines)
         #   the next consumer may start its products
         gl.static_assert(False, "lab 11 step 4: write _end_turn")
+
+    @gluon.jit
+    def _collect(
+        acc, alpha, v_ring, i, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+    ):
+        # TODO step 4, next part (about 4 lines)
+        #   waits for P @ V of block i - 1, gives its V back, and rescales acc: (ROWS, D)
+        #   wait for V of block i *before* the wait for the product: the handout says why
+        gl.static_assert(False, "lab 11 step 4: write _collect")
 
     @gluon.jit
     def _step(
@@ -475,10 +510,10 @@ if gluon is not None:
     ):
         # TODO step 4, next part (about 20 lines)
         #   i counts tiles of K from the program's start, and turns; start_n is the first key
-        #   start Q @ K of block i and P @ V of block i - 1; wait for the first, then the softmax
-        #   wait for the next step's V *before* the wait for P @ V: the handout says why
-        #   then give V back, rescale acc, and turn the weights into the next step's p: p goes
-        #   from step to step packed (see _pack and _unpack, given)
+        #   start Q @ K of block i and P @ V of block i - 1; wait for the first, then _maximum,
+        #   _weights, _collect; with three consumers (step 5) _collect before _weights
+        #   turn the weights into the next step's p: p goes from step to step packed (see _pack
+        #   and _unpack, given)
         gl.static_assert(False, "lab 11 step 4: write _step")
 
     @gluon.jit
@@ -660,6 +695,7 @@ class Config(NamedTuple):
         ping_pong: whether the consumers take turns at starting their products.
         persistent: as many programs as multiprocessors, each with many tiles; else one for each.
         fused: one multiply-add for each score in place of a subtraction and a multiplication.
+        consumers: groups of four warps with 64 rows each, 2 or 3; 3 at D = 64 only.
     """
 
     block_n: int = 128
@@ -667,6 +703,7 @@ class Config(NamedTuple):
     ping_pong: bool = True
     persistent: bool = True
     fused: bool = False
+    consumers: int = 2
 
 
 def best_config(D, causal, T) -> Config:
@@ -674,6 +711,8 @@ def best_config(D, causal, T) -> Config:
     # Measured on an H200 (torch 2.11, triton 3.6), `python -m labs bench 11 --tune`.
     if D == 64 and causal and T <= 512:  # much of short rows is diagonal: small tiles waste less
         return Config(64, 4, fused=True)
+    if D == 64 and T >= (8192 if causal else 4096):  # 192 rows a tile: too many for short ones
+        return Config(128, 3, ping_pong=False, fused=True, consumers=3)
     # Long rows keep the consumers out of step without being told.
     return Config(128, 4 if D == 64 else 2, ping_pong=T < 2048, fused=True)
 
@@ -773,9 +812,11 @@ if gluon is not None:
         CAUSAL: gl.constexpr,
         PING_PONG: gl.constexpr,
         FUSED: gl.constexpr,
+        CONSUMERS: gl.constexpr,
     ):
-        # TODO step 5, next part (about 20 lines)
-        #   _shared (given), then warp_specialize with two consumers
+        # TODO step 5, next part (about 25 lines)
+        #   _shared (given), then warp_specialize with two consumers of 240 registers; with three
+        #   of 160 if CONSUMERS is 3
         gl.static_assert(False, "lab 11 step 5: write _attention_persistent_kernel")
 
 
@@ -809,9 +850,11 @@ def attention_persistent(q, k, v, causal=False, scale=None, config=None):
     q, k, v, out, lse, scale = _check_attention(q, k, v, causal, scale)
     B, H, T, D = q.shape
     config = best_config(D, causal, T) if config is None else config
-    block_n, stages, ping_pong, persistent, fused = config
+    block_n, stages, ping_pong, persistent, fused, consumers = config
     _check_tiles(block_n, stages)
-    causal, block_m = bool(causal), 128
+    if consumers not in (2, 3 if D == 64 else 2):
+        raise ValueError(f"consumers must be 2, or 3 at D = 64: got {consumers!r} at D = {D}")
+    causal, block_m = bool(causal), 64 * consumers
     n_m = -(-T // block_m)
     programs = n_m * B * H
     if persistent:
@@ -836,6 +879,7 @@ def attention_persistent(q, k, v, causal=False, scale=None, config=None):
             CAUSAL=causal,
             PING_PONG=bool(ping_pong),
             FUSED=bool(fused),
+            CONSUMERS=consumers,
             **_launch_options(q, block_n),
         )
     return out, lse

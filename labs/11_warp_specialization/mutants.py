@@ -19,10 +19,12 @@ PRODUCE_ONCE, CONSUME_ONCE, SIMPLE = (
     "_consume_once",
     "_attention_producer_consumer_kernel",
 )
-BOUNDS, MASK, SOFTMAX, BEGIN, END, STEP, PRODUCE_TILE, CONSUME_TILE, OVERLAP = (
+BOUNDS, MASK, MAXIMUM, WEIGHTS, COLLECT, BEGIN, END, STEP, PRODUCE_TILE, CONSUME_TILE, OVERLAP = (
     "_bounds",
     "_mask",
-    "_softmax",
+    "_maximum",
+    "_weights",
+    "_collect",
     "_begin_turn",
     "_end_turn",
     "_step",
@@ -31,6 +33,7 @@ BOUNDS, MASK, SOFTMAX, BEGIN, END, STEP, PRODUCE_TILE, CONSUME_TILE, OVERLAP = (
     "_attention_overlap_kernel",
 )
 SCHEDULE, PRODUCE, CONSUME, LAUNCH = "schedule", "_produce", "_consume", "attention_persistent"
+PERSISTENT = "_attention_persistent_kernel"
 
 
 def bug(id, step, inside, caught_by, teaches, *edits, append=""):
@@ -526,7 +529,7 @@ STEP_4 = [
         MASK,
         "test_overlap",
         "a query does not see its own key, and the first row sees none",
-        ("cols[None, :] <= last[:, None]", "cols[None, :] < last[:, None]"),
+        ("8 * i + k <= last - 2 * j", "8 * i + k < last - 2 * j"),
     ),
     bug(
         "mask-finite",
@@ -534,10 +537,7 @@ STEP_4 = [
         MASK,
         "test_overlap_huge_equal_scores",
         "a finite number stands for -inf, and real scores lie below it",
-        (
-            'gl.where(cols[None, :] <= last[:, None], s, float("-inf"))',
-            "gl.where(cols[None, :] <= last[:, None], s, -1.0e6)",
-        ),
+        ('parts, float("-inf"))', "parts, -1.0e6)"),
     ),
     bug(
         "mask-of-the-end",
@@ -545,12 +545,12 @@ STEP_4 = [
         MASK,
         "test_overlap_ragged_lengths",
         "where the sequence ends is counted from the block's start",
-        ("start_n + cols[None, :] < T", "cols[None, :] < T"),
+        ("last = T - 1 - start_n +", "last = T - 1 +"),
     ),
     bug(
         "sum-not-rescaled",
         4,
-        SOFTMAX,
+        WEIGHTS,
         "test_overlap_score_ranges",
         "the parts of the sum keep the scale of an older maximum",
         ("l_i * l_alpha[:, None] + _parts(p)", "l_i + _parts(p)"),
@@ -606,13 +606,14 @@ STEP_4 = [
     bug(
         "v-given-back-in-flight",
         4,
-        STEP,
+        COLLECT,
         "test_overlap_tiles",
-        "V is given back with K, while P @ V still reads it (handout section 5)",
-        ("        _give_back(v_ring, i - 1, STAGES)\n", ""),
+        "V is given back while P @ V still reads it (handout section 5)",
         (
-            "        _give_back(k_ring, i, STAGES)\n",
-            "        _give_back(k_ring, i, STAGES)\n        _give_back(v_ring, i - 1, STAGES)\n",
+            "        acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)\n"
+            "        _give_back(v_ring, i - 1, STAGES)\n",
+            "        _give_back(v_ring, i - 1, STAGES)\n"
+            "        acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)\n",
         ),
     ),
     bug(
@@ -626,7 +627,7 @@ STEP_4 = [
     bug(
         "v-not-waited",
         4,
-        STEP,
+        COLLECT,
         "test_overlap",
         "nobody waits for V (handout section 5)",
         ("        _take(v_ring, i, BLOCK_N, D, STAGES)\n", ""),
@@ -642,7 +643,7 @@ STEP_4 = [
     bug(
         "acc-rescaled-in-flight",
         4,
-        STEP,
+        COLLECT,
         "test_overlap",
         "acc is rescaled while its product is in flight (handout section 5)",
         ("        acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)\n", ""),
@@ -761,7 +762,7 @@ STEP_4 = [
     waste(
         "wait-behind-the-product",
         4,
-        STEP,
+        COLLECT,
         "test_overlap_softmax_stays_in_front",
         "V is waited for behind the product, and so is the softmax (handout section 5)",
         (
@@ -935,15 +936,15 @@ STEP_5 = [
     bug(
         "fused-without-guard",
         5,
-        SOFTMAX,
+        WEIGHTS,
         "test_hopper_attention_huge_equal_scores",
         "one multiply-add a score, also where its rounding decides everything (section 6)",
-        ("gl.abs(m_new) * qk_scale < 268435456.0", "gl.abs(m_new) * 0.0 < 268435456.0"),
+        ("gl.abs(m_i) * qk_scale < 268435456.0", "gl.abs(m_i) * 0.0 < 268435456.0"),
     ),
     bug(
         "fused-guard-late",
         5,
-        SOFTMAX,
+        WEIGHTS,
         "test_hopper_attention_large_equal_scores",
         "the power of two takes over only where scores are larger still (handout section 6)",
         ("< 268435456.0", "< 1.0e11"),
@@ -1164,6 +1165,40 @@ STEP_5 = [
         "test_hopper_attention_ping_pong",
         "ping_pong is not handed to the kernel",
         ("PING_PONG=bool(ping_pong)", "PING_PONG=False"),
+    ),
+    bug(
+        "third-consumer-rows-of-second",
+        5,
+        PERSISTENT,
+        "test_hopper_attention_configurations",
+        "the third consumer is told that it is the second",
+        ("PING_PONG, FUSED, 2,", "PING_PONG, FUSED, 1,"),
+    ),
+    bug(
+        "three-consumers-tiles-of-two",
+        5,
+        LAUNCH,
+        "test_hopper_attention_configurations",
+        "the list of tiles is made for 128 rows, whatever the consumers",
+        ("64 * consumers", "128"),
+    ),
+    bug(
+        "three-consumers-at-128",
+        5,
+        LAUNCH,
+        "test_hopper_attention_rejects",
+        "three consumers are not refused at D = 128, where 160 registers are too few",
+        ("(2, 3 if D == 64 else 2)", "(2, 3)"),
+    ),
+    waste(
+        "third-consumer-spills",
+        5,
+        STEP,
+        "test_hopper_attention_compiles",
+        "with 160 registers P @ V is waited for behind the weights, which have no room "
+        "(handout section 6)",
+        ("if CONSUMERS == 3:", "if False:"),
+        ("if CONSUMERS == 2:", "if True:"),
     ),
 ]
 

@@ -679,6 +679,8 @@ CONFIGS = [
     {"stages": 3, "persistent": False},
     {"fused": True},
     {"stages": 3, "fused": True, "ping_pong": False},
+    {"stages": 3, "fused": True, "ping_pong": False, "consumers": 3},
+    {"block_n": 64, "consumers": 3},
 ]
 
 
@@ -691,6 +693,22 @@ def test_hopper_attention_configurations(lab, changes, causal):
     config = lab.Config(**changes)
     q, k, v = fenced_qkv(1, 2, 330, 64, dtype=F16)
     check_attention(lab, CONFIGURED, EVERYWHERE, q, k, v, causal, mps=2, config=config)
+
+
+@step5
+@causal_or_full
+def test_hopper_attention_three_consumers(lab, causal):
+    config = lab.Config(stages=3, ping_pong=False, fused=True, consumers=3)
+    for T in LENGTHS:
+        q, k, v = fenced_qkv(1, 2, T, 64, dtype=F16)
+        check_attention(lab, CONFIGURED, ONCE, q, k, v, causal, config=config)
+    q, k, v = oracle.qkv(1, 2, 600, 64, dtype=F16)
+    work = check_attention(lab, CONFIGURED, (LATE,), q, k, v, causal, config=config)
+    flops = 2 * blocks_seen(600, 192, 128, causal)[0] * 4 * 192 * 128 * 64
+    assert (work.programs, work.flops) == (3, flops), (
+        f"3 programs, tiles of 192 rows: want {flops:,} FLOPs, got {work.programs} programs and "
+        f"{work.flops:,}"
+    )
 
 
 @step5
@@ -911,10 +929,11 @@ def test_schedule_keeps_a_head_together_when_full(lab):
 @step5
 @needs_compiler
 @pytest.mark.timeout(240)
-@head_dims
+@pytest.mark.parametrize(("D", "consumers"), [(64, 2), (64, 3), (128, 2)])
 @causal_or_full
-def test_hopper_attention_compiles(lab, request, D, causal):
-    check_compiles(lab, request, BEST, "wgmma", "bulk", head_dim=D, causal=causal)
+def test_hopper_attention_compiles(lab, request, D, consumers, causal):
+    options = {"head_dim": D, "causal": causal, "consumers": consumers}
+    check_compiles(lab, request, BEST, "wgmma", "bulk", **options)
 
 
 @step5
@@ -950,8 +969,14 @@ def test_hopper_attention_rejects(lab):
     with running(LATE):
         lab.hopper_attention(q, k, v)
         check_attention_rejects(lab, lab.hopper_attention, q, k, v)
-        for changes in ({"block_n": 32}, {"block_n": 256}, {"stages": 1}, {"stages": 7}):
+        for name, value in (
+            *(("block_n", 32), ("block_n", 256), ("stages", 1), ("stages", 7)),
+            *(("consumers", 1), ("consumers", 4)),
+        ):
             with pytest.raises(ValueError, match="got"):
-                lab.attention_persistent(q, k, v, config=lab.Config(**changes))
+                lab.attention_persistent(q, k, v, config=lab.Config(**{name: value}))
+        q, k, v = oracle.qkv(1, 1, 100, 128, dtype=F16)
+        with pytest.raises(ValueError, match="consumers"):
+            lab.attention_persistent(q, k, v, config=lab.Config(consumers=3))
     with pytest.raises(RuntimeError, match="Hopper"):
         lab.hopper_attention(q, k, v)
