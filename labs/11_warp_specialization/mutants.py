@@ -1174,11 +1174,11 @@ STEP_5 = [
         "the third consumer is told that it is the second",
         ("PING_PONG, FUSED, 2,", "PING_PONG, FUSED, 1,"),
     ),
-    bug(
+    waste(
         "three-consumers-tiles-of-two",
         5,
         LAUNCH,
-        "test_hopper_attention_configurations",
+        "test_hopper_attention_three_consumers",
         "the list of tiles is made for 128 rows, whatever the consumers",
         ("64 * consumers", "128"),
     ),

@@ -358,7 +358,7 @@ def _where(condition, x, y):
         if isinstance(value, Tile):
             layout, dtype = pair(condition, value, "gl.where")[0], value.dtype
     dtype = dtype or gluon_language().float32
-    if condition.data.ndim == 2:
+    if condition.data.ndim > 1:
         running().record("where", condition.data.size)
     return Tile(
         np.where(condition.data, data_of(x), data_of(y)).astype(numpy_type(dtype)), dtype, layout
