@@ -22,7 +22,7 @@ from labs._harness.checks import (
     check_kernel_dtype,
     check_qkv,
 )
-from labs._harness.runtime import check_launch
+from labs._harness.runtime import capability, check_launch
 
 try:
     import triton
@@ -706,13 +706,19 @@ if triton is not None:
 
     @triton.jit
     def _fetch(
-        desc, bh, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr
+        desc,
+        bh,
+        row,
+        column,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        ON_HOST: tl.constexpr,
     ):
-        """(ROWS, COLUMNS): a tile from `row` on; what lies past the end of its head is 0."""
-        if WARP_SPECIALIZE:  # the descriptor is of this head alone
-            tile = desc.load([row, 0])  # (ROWS, COLUMNS)
-        else:
-            tile = desc.load([bh, row, 0]).reshape(ROWS, COLUMNS)  # (ROWS, COLUMNS)
+        """(ROWS, COLUMNS): the tile at (row, column) of a head; what lies past its end is 0."""
+        if ON_HOST:  # the descriptor is of all heads
+            tile = desc.load([bh, row, column]).reshape(ROWS, COLUMNS)  # (ROWS, COLUMNS)
+        else:  # of this one
+            tile = desc.load([row, column])  # (ROWS, COLUMNS)
         return tile
 
     @triton.jit
@@ -734,6 +740,7 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
         CAUSAL: tl.constexpr,
         MASKED: tl.constexpr,
+        ON_HOST: tl.constexpr,
         WARP_SPECIALIZE: tl.constexpr,
     ):
         """As `_keys`, with tiles that the copy engine fetches by their place: no pointers."""
@@ -759,14 +766,15 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
         CAUSAL: tl.constexpr,
         RAGGED: tl.constexpr,
+        ON_HOST: tl.constexpr,
         WARP_SPECIALIZE: tl.constexpr,
     ):
-        """q_desc, k_desc, v_desc: descriptors of all heads; pointers if WARP_SPECIALIZE."""
-        # TODO step 5 (about 25 lines; handout section 6)
+        """q_desc, k_desc, v_desc: descriptors of all heads if ON_HOST, otherwise pointers."""
+        # TODO step 5 (about 26 lines; handout section 6)
         #   head and tile as in step 3; tiles come by _fetch, out and lse go by pointers
-        #   specialised: descriptors of this head's rows, made here; q has a row number of its own;
-        #   one loop, masked if any tile needs it
-        #   not specialised: the descriptors are there; two loops
+        #   not ON_HOST: descriptors of this head's rows, made here
+        #   specialised: q has a row number of its own; one loop, masked if any tile needs it;
+        #   otherwise two loops
         tl.static_assert(False, "lab 10 step 5: write _tma_kernel")
 
 
@@ -777,6 +785,14 @@ def _descriptor(x, rows, columns):
     """
     B, H, R, C = x.shape
     return TensorDescriptor(x, [B * H, R, C], [R * C, C, 1], [1, rows, columns])
+
+
+def _has_copy_engine(device) -> bool:
+    """Whether descriptors are what the card itself loads by; otherwise Triton makes pointers.
+
+    It does that well of those made in the kernel only, where it sees that the last stride is 1.
+    """
+    return capability(device)[0] >= 9
 
 
 def attention_tma(
@@ -811,16 +827,17 @@ def attention_tma(
         got = f"num_warps={num_warps}, block_m={block_m}, sm_{_arch(q.device)}"
         raise ValueError(f"warp_specialize needs num_warps=4, block_m=128 and sm_90: got {got}")
     specialised = can if warp_specialize is None else warp_specialize
+    on_host = _has_copy_engine(q.device) and not specialised
     T, S, heads, group, _ = _sizes(q, k, heads, group)
     D, sources = q.shape[3], tensors[:3]
     with torch.cuda.device_of(q):  # the current device may be another GPU
-        if specialised:
+        if on_host:
+            blocks = block_m, block_n, block_n
+            sources = [_descriptor(x, n, D) for x, n in zip(sources, blocks, strict=True)]
+        else:
             # Descriptors are built on the device, in memory that Triton asks the caller for.
             device = q.device
             triton.set_allocator(lambda n, *_: torch.empty(n, dtype=torch.int8, device=device))
-        else:
-            blocks = block_m, block_n, block_n
-            sources = [_descriptor(x, n, D) for x, n in zip(sources, blocks, strict=True)]
         _tma_kernel[(tiles * heads,)](
             *sources,
             *tensors[3:],
@@ -831,6 +848,7 @@ def attention_tma(
             BLOCK_N=block_n,
             CAUSAL=causal,
             RAGGED=S % block_n != 0,
+            ON_HOST=on_host,
             WARP_SPECIALIZE=specialised,
             num_warps=num_warps,
             num_stages=num_stages,
@@ -902,6 +920,7 @@ if triton is not None:
         CAUSAL: tl.constexpr,
         MASKED: tl.constexpr,
         SHIFT: tl.constexpr,
+        ON_HOST: tl.constexpr,
     ):
         """As `_tma_keys`, for quantised k; with SHIFT > 0 v is e4m3, too, and so is p."""
         # TODO step 6 (about 20 lines; handout section 7)
@@ -931,10 +950,12 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
         CAUSAL: tl.constexpr,
         SHIFT: tl.constexpr,
+        ON_HOST: tl.constexpr,
     ):
-        # TODO step 6 (about 24 lines; handout section 7)
-        #   head and tile as in step 3; q by pointers; the queries' scales go into slope, the
-        #   values' into acc at the end
+        """k_desc, v_desc: descriptors of all heads if ON_HOST, otherwise pointers."""
+        # TODO step 6 (about 32 lines; handout section 7)
+        #   head and tile as in step 3; q by pointers; not ON_HOST: descriptors of this head, made
+        #   here; the queries' scales go into slope, the values' into acc at the end
         tl.static_assert(False, "lab 10 step 6: write _fp8_kernel")
 
 
@@ -1010,7 +1031,8 @@ def attend_fp8(
         v: Quantised per channel; or a (B, H, S, D) tensor in `out_dtype`: then only the scores are
             computed in e4m3.
         out_dtype: of the result.
-        others as `attention_ordered`; block_n from 32 to 256.
+        others as `attention_ordered`; block_n from 32 to 256. The tile is Hopper's: smaller ones
+            elsewhere.
 
     Returns:
         out (B, H, T, D) in out_dtype, lse (B, H, T) float32.
@@ -1034,23 +1056,26 @@ def attend_fp8(
     if group is None:
         group = heads_per_group(S, D, 1, _cache_bytes(device))
     if isinstance(v, Quantised):
-        v_desc, v_scales, shift = _descriptor(v.values, D, block_n), v.scales, 8
+        values, v_scales, shift, v_tile = v.values, v.scales, 8, (D, block_n)
     else:
-        v_desc = _descriptor(v.contiguous(), block_n, D)
+        values, v_tile = v.contiguous(), (block_n, D)
         v_scales, shift = k.scales, 0  # its scales are not looked at
+    sources, on_host = (k.values, values), _has_copy_engine(device)
+    if on_host:
+        sources = _descriptor(k.values, block_n, D), _descriptor(values, *v_tile)
     tiles, heads = triton.cdiv(T, block_m), B * H
     out = torch.empty(B, H, T, D, dtype=out_dtype, device=device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=device)
     with torch.cuda.device_of(q.values):  # the current device may be another GPU
         _fp8_kernel[(tiles * heads,)](
-            *(q.values, _descriptor(k.values, block_n, D), v_desc),
-            *(q.scales, k.scales, v_scales, out, lse),
+            *(q.values, *sources, q.scales, k.scales, v_scales, out, lse),
             *(T, S, heads, min(group, heads), scale * math.log2(math.e)),
             D=D,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             CAUSAL=causal,
             SHIFT=shift,
+            ON_HOST=on_host,
             num_warps=num_warps,
             num_stages=num_stages,
         )

@@ -752,15 +752,13 @@ STEP_5 = [
         "test_tma_other_heads_unread",
         "a descriptor is of rank 2, all rows: a head's last tile has rows of the next (section 6)",
         ("[B * H, R, C], [R * C, C, 1], [1, rows", "[B * H * R, C], [C, 1], [rows"),
-        ("desc.load([bh, row, 0]).reshape(ROWS, COLUMNS)", "desc.load([row, 0])"),
+        ("desc.load([bh, row, column]).reshape(ROWS, COLUMNS)", "desc.load([row, column])"),
         ("_fetch(q_desc, bh, row, ", "_fetch(q_desc, bh, bh * T + row, "),
         (
-            "k = _fetch(k_desc, bh, start_n, BLOCK_N, D, W",
-            "k = _fetch(k_desc, bh, bh * S + start_n, BLOCK_N, D, W",
-        ),
-        (
-            "v = _fetch(v_desc, bh, start_n, BLOCK_N, D, W",
-            "v = _fetch(v_desc, bh, bh * S + start_n, BLOCK_N, D, W",
+            """_fetch(k_desc, bh, start_n, 0, BLOCK_N, D, ON_HOST)  # (BLOCK_N, D)
+            v = _fetch(v_desc, bh, start_n, """,
+            """_fetch(k_desc, bh, bh * S + start_n, 0, BLOCK_N, D, ON_HOST)  # (BLOCK_N, D)
+            v = _fetch(v_desc, bh, bh * S + start_n, """,
         ),
     ),
     bug(
@@ -777,7 +775,7 @@ STEP_5 = [
         "_tma_kernel",
         "test_tma_warp_specialised_form",
         "the one loop of the specialised form has no mask",
-        ("CAUSAL or RAGGED, True)", "False, True)"),
+        ("CAUSAL or RAGGED, ON_HOST", "False, ON_HOST"),
     ),
     bug(
         "tma-ragged-forgotten",
@@ -828,7 +826,7 @@ STEP_5 = [
         "_tma_kernel",
         "test_tma_masks_only_where_needed",
         "every tile is masked, whole ones, too (handout section 3)",
-        ("BLOCK_N, CAUSAL, False, False)", "BLOCK_N, CAUSAL, True, False)"),
+        ("CAUSAL, False, ON_HOST, False)", "CAUSAL, True, ON_HOST, False)"),
     ),
     waste(
         "tma-specialised-all-masked",
@@ -836,7 +834,7 @@ STEP_5 = [
         "_tma_kernel",
         "test_tma_specialised_form_masks_all_or_nothing",
         "the one loop of the specialised form masks where no tile needs it (handout section 6)",
-        ("CAUSAL or RAGGED, True)", "True, True)"),
+        ("CAUSAL or RAGGED, ON_HOST", "True, ON_HOST"),
     ),
     waste(
         "tma-not-specialised",
@@ -849,15 +847,18 @@ STEP_5 = [
     waste(
         "tma-descriptors-by-program",
         5,
-        "",
+        "attention_tma",
         "test_tma_makes_its_descriptors_on_the_host",
         "each program makes its descriptors, as the specialised form has to (handout section 6)",
-        (
-            "row = pid_m * BLOCK_M\n        if WARP_SPECIALIZE:",
-            "row = pid_m * BLOCK_M\n        if True:",
-        ),
-        ("if WARP_SPECIALIZE:  # the descriptor", "if True:  # the descriptor"),
-        ("if specialised:", "if True:"),
+        ("on_host = _has_copy_engine(q.device) and not specialised", "on_host = False"),
+    ),
+    waste(
+        "tma-descriptors-of-host-everywhere",
+        5,
+        "_has_copy_engine",
+        "test_tma_compiles_for_every_card",
+        "cards without a copy engine get descriptors of the host: Triton loads 2 bytes at a time",
+        ("[0] >= 9", "[0] >= 8"),
     ),
     cheat(
         "tma-by-pointers",
@@ -1025,7 +1026,7 @@ STEP_6 = [
         "_fp8_kernel",
         "test_fp8_masks_and_products_only_where_needed",
         "every tile is masked, whole ones, too (handout section 3)",
-        ("BLOCK_N, CAUSAL, False, SHIFT)", "BLOCK_N, CAUSAL, True, SHIFT)"),
+        ("CAUSAL, False, SHIFT, ON_HOST)", "CAUSAL, True, SHIFT, ON_HOST)"),
     ),
     bug(
         "fp8-keys-in-a-row",
@@ -1042,9 +1043,17 @@ STEP_6 = [
         "test_fp8_gives_each_key_its_value",
         "v ends at S and not at the padded length: of the last 16 places some tokens lie behind S",
         (
-            "v.scales, 8\n    else:",
-            "v.scales, 8\n        v_desc.shape[2] = S\n    else:",
+            "_descriptor(values, *v_tile)\n",
+            "_descriptor(values, *v_tile)\n        sources[1].shape[2] = S\n",
         ),
+    ),
+    bug(
+        "fp8-values-of-first-head",
+        6,
+        "_fp8_kernel",
+        "test_fp8_without_a_copy_engine",
+        "v's descriptor begins at the first head, whatever the program's",
+        ("v_desc += head * D * P", "v_desc += 0"),
     ),
     bug(
         "fp8-values-of-next-tile",
@@ -1052,7 +1061,7 @@ STEP_6 = [
         FP8,
         "test_fp8_gives_each_key_its_value",
         "the tile of v begins a block behind that of k",
-        ("v_desc.load([bh, 0, start_n])", "v_desc.load([bh, 0, start_n + BLOCK_N])"),
+        ("_fetch(v_desc, bh, 0, start_n, D", "_fetch(v_desc, bh, 0, start_n + BLOCK_N, D"),
     ),
     bug(
         "fp8-shift-counted-twice",

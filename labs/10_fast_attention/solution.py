@@ -19,7 +19,7 @@ from labs._harness.checks import (
     check_kernel_dtype,
     check_qkv,
 )
-from labs._harness.runtime import check_launch
+from labs._harness.runtime import capability, check_launch
 
 try:
     import triton
@@ -766,13 +766,19 @@ if triton is not None:
 
     @triton.jit
     def _fetch(
-        desc, bh, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARP_SPECIALIZE: tl.constexpr
+        desc,
+        bh,
+        row,
+        column,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        ON_HOST: tl.constexpr,
     ):
-        """(ROWS, COLUMNS): a tile from `row` on; what lies past the end of its head is 0."""
-        if WARP_SPECIALIZE:  # the descriptor is of this head alone
-            tile = desc.load([row, 0])  # (ROWS, COLUMNS)
-        else:
-            tile = desc.load([bh, row, 0]).reshape(ROWS, COLUMNS)  # (ROWS, COLUMNS)
+        """(ROWS, COLUMNS): the tile at (row, column) of a head; what lies past its end is 0."""
+        if ON_HOST:  # the descriptor is of all heads
+            tile = desc.load([bh, row, column]).reshape(ROWS, COLUMNS)  # (ROWS, COLUMNS)
+        else:  # of this one
+            tile = desc.load([row, column])  # (ROWS, COLUMNS)
         return tile
 
     @triton.jit
@@ -794,12 +800,13 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
         CAUSAL: tl.constexpr,
         MASKED: tl.constexpr,
+        ON_HOST: tl.constexpr,
         WARP_SPECIALIZE: tl.constexpr,
     ):
         """As `_keys`, with tiles that the copy engine fetches by their place: no pointers."""
         for start_n in tl.range(lo, hi, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
-            k = _fetch(k_desc, bh, start_n, BLOCK_N, D, WARP_SPECIALIZE)  # (BLOCK_N, D)
-            v = _fetch(v_desc, bh, start_n, BLOCK_N, D, WARP_SPECIALIZE)  # (BLOCK_N, D)
+            k = _fetch(k_desc, bh, start_n, 0, BLOCK_N, D, ON_HOST)  # (BLOCK_N, D)
+            v = _fetch(v_desc, bh, start_n, 0, BLOCK_N, D, ON_HOST)  # (BLOCK_N, D)
             s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
             if MASKED:
                 s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
@@ -825,21 +832,22 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
         CAUSAL: tl.constexpr,
         RAGGED: tl.constexpr,
+        ON_HOST: tl.constexpr,
         WARP_SPECIALIZE: tl.constexpr,
     ):
-        """q_desc, k_desc, v_desc: descriptors of all heads; pointers if WARP_SPECIALIZE."""
+        """q_desc, k_desc, v_desc: descriptors of all heads if ON_HOST, otherwise pointers."""
         tiles = tl.cdiv(T, BLOCK_M)
         bh, pid_m = _tile_of_program(tl.program_id(0), tiles, heads, group, CAUSAL)
         head = bh.to(tl.int64)  # for pointers; a descriptor's coordinates are int32
         offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
         row = pid_m * BLOCK_M
-        if WARP_SPECIALIZE:
+        if not ON_HOST:
             q_desc = tl.make_tensor_descriptor(q_desc + head * T * D, [T, D], [D, 1], [BLOCK_M, D])
             k_desc = tl.make_tensor_descriptor(k_desc + head * S * D, [S, D], [D, 1], [BLOCK_N, D])
             v_desc = tl.make_tensor_descriptor(v_desc + head * S * D, [S, D], [D, 1], [BLOCK_N, D])
-            # A number of its own: section 6, "the number that q is loaded with".
+        if WARP_SPECIALIZE:  # a number of its own: section 6, "the number that q is loaded with"
             row = (pid_m + 1) * BLOCK_M - BLOCK_M
-        q = _fetch(q_desc, bh, row, BLOCK_M, D, WARP_SPECIALIZE)  # (BLOCK_M, D)
+        q = _fetch(q_desc, bh, row, 0, BLOCK_M, D, ON_HOST)  # (BLOCK_M, D)
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
@@ -847,12 +855,13 @@ if triton is not None:
         # fmt: off
         if WARP_SPECIALIZE:  # takes one loop only, so each tile is masked if any needs it
             acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, bh, offs_m, 0, hi, S, slope,
-                                      steep, D, BLOCK_N, CAUSAL, CAUSAL or RAGGED, True)
+                                      steep, D, BLOCK_N, CAUSAL, CAUSAL or RAGGED, ON_HOST,
+                                      True)
         else:
             acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, bh, offs_m, 0, full, S,
-                                      slope, steep, D, BLOCK_N, CAUSAL, False, False)
+                                      slope, steep, D, BLOCK_N, CAUSAL, False, ON_HOST, False)
             acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, bh, offs_m, full, hi, S,
-                                      slope, steep, D, BLOCK_N, CAUSAL, True, False)
+                                      slope, steep, D, BLOCK_N, CAUSAL, True, ON_HOST, False)
         # fmt: on
         out_ptr, lse_ptr = out_ptr + head * T * D, lse_ptr + head * T
         _store(out_ptr, lse_ptr, acc, l_i, m_i, pid_m, T, slope, steep, D)
@@ -865,6 +874,14 @@ def _descriptor(x, rows, columns):
     """
     B, H, R, C = x.shape
     return TensorDescriptor(x, [B * H, R, C], [R * C, C, 1], [1, rows, columns])
+
+
+def _has_copy_engine(device) -> bool:
+    """Whether descriptors are what the card itself loads by; otherwise Triton makes pointers.
+
+    It does that well of those made in the kernel only, where it sees that the last stride is 1.
+    """
+    return capability(device)[0] >= 9
 
 
 def attention_tma(
@@ -899,16 +916,17 @@ def attention_tma(
         got = f"num_warps={num_warps}, block_m={block_m}, sm_{_arch(q.device)}"
         raise ValueError(f"warp_specialize needs num_warps=4, block_m=128 and sm_90: got {got}")
     specialised = can if warp_specialize is None else warp_specialize
+    on_host = _has_copy_engine(q.device) and not specialised
     T, S, heads, group, _ = _sizes(q, k, heads, group)
     D, sources = q.shape[3], tensors[:3]
     with torch.cuda.device_of(q):  # the current device may be another GPU
-        if specialised:
+        if on_host:
+            blocks = block_m, block_n, block_n
+            sources = [_descriptor(x, n, D) for x, n in zip(sources, blocks, strict=True)]
+        else:
             # Descriptors are built on the device, in memory that Triton asks the caller for.
             device = q.device
             triton.set_allocator(lambda n, *_: torch.empty(n, dtype=torch.int8, device=device))
-        else:
-            blocks = block_m, block_n, block_n
-            sources = [_descriptor(x, n, D) for x, n in zip(sources, blocks, strict=True)]
         _tma_kernel[(tiles * heads,)](
             *sources,
             *tensors[3:],
@@ -919,6 +937,7 @@ def attention_tma(
             BLOCK_N=block_n,
             CAUSAL=causal,
             RAGGED=S % block_n != 0,
+            ON_HOST=on_host,
             WARP_SPECIALIZE=specialised,
             num_warps=num_warps,
             num_stages=num_stages,
@@ -1007,12 +1026,13 @@ if triton is not None:
         CAUSAL: tl.constexpr,
         MASKED: tl.constexpr,
         SHIFT: tl.constexpr,
+        ON_HOST: tl.constexpr,
     ):
         """As `_tma_keys`, for quantised k; with SHIFT > 0 v is e4m3, too, and so is p."""
         offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         k_scale_ptrs = k_scale_ptr + lo + offs_n  # (BLOCK_N,)
         for start_n in range(lo, hi, BLOCK_N):
-            k = _fetch(k_desc, bh, start_n, BLOCK_N, D, False)  # (BLOCK_N, D)
+            k = _fetch(k_desc, bh, start_n, 0, BLOCK_N, D, ON_HOST)  # (BLOCK_N, D)
             if MASKED:
                 k_scale = tl.load(k_scale_ptrs, mask=start_n + offs_n < S, other=0.0)  # (BLOCK_N,)
             else:
@@ -1022,10 +1042,10 @@ if triton is not None:
                 s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
             p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep, SHIFT)
             if SHIFT:
-                v = tl.trans(v_desc.load([bh, 0, start_n]).reshape(D, BLOCK_N))  # (BLOCK_N, D)
+                v = tl.trans(_fetch(v_desc, bh, 0, start_n, D, BLOCK_N, ON_HOST))  # (BLOCK_N, D)
                 p = _in_lanes(p.to(v.dtype))  # (BLOCK_M, BLOCK_N), keys in v's order
             else:
-                v = _fetch(v_desc, bh, start_n, BLOCK_N, D, False)  # (BLOCK_N, D)
+                v = _fetch(v_desc, bh, start_n, 0, BLOCK_N, D, ON_HOST)  # (BLOCK_N, D)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
             k_scale_ptrs += BLOCK_N
         return acc, l_i, m_i
@@ -1050,10 +1070,21 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
         CAUSAL: tl.constexpr,
         SHIFT: tl.constexpr,
+        ON_HOST: tl.constexpr,
     ):
+        """k_desc, v_desc: descriptors of all heads if ON_HOST, otherwise pointers."""
         tiles = tl.cdiv(T, BLOCK_M)
         bh, pid_m = _tile_of_program(tl.program_id(0), tiles, heads, group, CAUSAL)
         head = bh.to(tl.int64)  # for pointers; a descriptor's coordinates are int32
+        if not ON_HOST:
+            k_desc = tl.make_tensor_descriptor(k_desc + head * S * D, [S, D], [D, 1], [BLOCK_N, D])
+            if SHIFT:
+                P = tl.cdiv(S, 16) * 16  # tokens of a channel, padded
+                v_desc += head * D * P
+                v_desc = tl.make_tensor_descriptor(v_desc, [D, P], [P, 1], [D, BLOCK_N])
+            else:
+                v_desc += head * S * D
+                v_desc = tl.make_tensor_descriptor(v_desc, [S, D], [D, 1], [BLOCK_N, D])
         offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
         q_ptrs = _pointers(q_ptr + head * T * D, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
         q = _load(q_ptrs, pid_m * BLOCK_M, T, True)  # (BLOCK_M, D)
@@ -1068,10 +1099,10 @@ if triton is not None:
         # fmt: off
         acc, l_i, m_i = _fp8_keys(
             acc, l_i, m_i, q, k_desc, v_desc, k_scale_ptr, bh, offs_m, 0, full, S, slope, steep,
-            D, BLOCK_N, CAUSAL, False, SHIFT)
+            D, BLOCK_N, CAUSAL, False, SHIFT, ON_HOST)
         acc, l_i, m_i = _fp8_keys(
             acc, l_i, m_i, q, k_desc, v_desc, k_scale_ptr, bh, offs_m, full, hi, S, slope, steep,
-            D, BLOCK_N, CAUSAL, True, SHIFT)
+            D, BLOCK_N, CAUSAL, True, SHIFT, ON_HOST)
         # fmt: on
         if SHIFT:
             v_scale = tl.load(v_scale_ptr + head * D + tl.arange(0, D))  # (D,)
@@ -1152,7 +1183,8 @@ def attend_fp8(
         v: Quantised per channel; or a (B, H, S, D) tensor in `out_dtype`: then only the scores are
             computed in e4m3.
         out_dtype: of the result.
-        others as `attention_ordered`; block_n from 32 to 256.
+        others as `attention_ordered`; block_n from 32 to 256. The tile is Hopper's: smaller ones
+            elsewhere.
 
     Returns:
         out (B, H, T, D) in out_dtype, lse (B, H, T) float32.
@@ -1176,23 +1208,26 @@ def attend_fp8(
     if group is None:
         group = heads_per_group(S, D, 1, _cache_bytes(device))
     if isinstance(v, Quantised):
-        v_desc, v_scales, shift = _descriptor(v.values, D, block_n), v.scales, 8
+        values, v_scales, shift, v_tile = v.values, v.scales, 8, (D, block_n)
     else:
-        v_desc = _descriptor(v.contiguous(), block_n, D)
+        values, v_tile = v.contiguous(), (block_n, D)
         v_scales, shift = k.scales, 0  # its scales are not looked at
+    sources, on_host = (k.values, values), _has_copy_engine(device)
+    if on_host:
+        sources = _descriptor(k.values, block_n, D), _descriptor(values, *v_tile)
     tiles, heads = triton.cdiv(T, block_m), B * H
     out = torch.empty(B, H, T, D, dtype=out_dtype, device=device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=device)
     with torch.cuda.device_of(q.values):  # the current device may be another GPU
         _fp8_kernel[(tiles * heads,)](
-            *(q.values, _descriptor(k.values, block_n, D), v_desc),
-            *(q.scales, k.scales, v_scales, out, lse),
+            *(q.values, *sources, q.scales, k.scales, v_scales, out, lse),
             *(T, S, heads, min(group, heads), scale * math.log2(math.e)),
             D=D,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             CAUSAL=causal,
             SHIFT=shift,
+            ON_HOST=on_host,
             num_warps=num_warps,
             num_stages=num_stages,
         )
