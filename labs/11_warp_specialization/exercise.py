@@ -448,15 +448,15 @@ if gluon is not None:
 
     @gluon.jit
     def _maximum(s, m_i, scales):
+        """The maximum with this block, and what sums so far are multiplied by: (ROWS,) each."""
         # TODO step 4, next part (about 2 lines)
-        #   (the maximum with this block's scores, alpha): (ROWS,) each; none is scaled yet
-        #   scales[0] = scale * log2(e); alpha is what the sums so far must be multiplied by
+        #   neither s nor m_i is scaled yet; scales[0] = scale * log2(e)
         gl.static_assert(False, "lab 11 step 4: write _maximum")
 
     @gluon.jit
     def _weights(s, m_i, l_i, alpha, scales, FUSED: gl.constexpr):
+        """exp(s - m_i), with m_i of this block: (ROWS, BLOCK_N); and l_i with their sums."""
         # TODO step 4, next part (about 8 lines)
-        #   (p, new l_i) of one block, whose maximum is in m_i already
         #   l_i is (ROWS, 4), as _parts (given) gives it: alpha changes layout to meet it
         #   scales = (scale * log2(e), the power of two below it); FUSED may wait for step 5
         gl.static_assert(False, "lab 11 step 4: write _weights")
@@ -477,8 +477,8 @@ if gluon is not None:
     def _collect(
         acc, alpha, v_ring, i, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
     ):
+        """Waits for P @ V of block i - 1, gives its V back and rescales: (ROWS, D)."""
         # TODO step 4, next part (about 4 lines)
-        #   waits for P @ V of block i - 1, gives its V back, and rescales acc: (ROWS, D)
         #   wait for V of block i *before* the wait for the product: the handout says why
         gl.static_assert(False, "lab 11 step 4: write _collect")
 
@@ -711,7 +711,7 @@ def best_config(D, causal, T) -> Config:
     # Measured on an H200 (torch 2.11, triton 3.6), `python -m labs bench 11 --tune`.
     if D == 64 and causal and T <= 512:  # much of short rows is diagonal: small tiles waste less
         return Config(64, 4, fused=True)
-    if D == 64 and T >= (8192 if causal else 4096):  # 192 rows a tile: too many for short ones
+    if D == 64 and T >= (4096 if causal else 2048):  # 192 rows a tile: too many for short ones
         return Config(128, 3, ping_pong=False, fused=True, consumers=3)
     # Long rows keep the consumers out of step without being told.
     return Config(128, 4 if D == 64 else 2, ping_pong=T < 2048, fused=True)

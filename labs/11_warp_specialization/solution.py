@@ -894,7 +894,7 @@ def best_config(D, causal, T) -> Config:
     # Measured on an H200 (torch 2.11, triton 3.6), `python -m labs bench 11 --tune`.
     if D == 64 and causal and T <= 512:  # much of short rows is diagonal: small tiles waste less
         return Config(64, 4, fused=True)
-    if D == 64 and T >= (8192 if causal else 4096):  # 192 rows a tile: too many for short ones
+    if D == 64 and T >= (4096 if causal else 2048):  # 192 rows a tile: too many for short ones
         return Config(128, 3, ping_pong=False, fused=True, consumers=3)
     # Long rows keep the consumers out of step without being told.
     return Config(128, 4 if D == 64 else 2, ping_pong=T < 2048, fused=True)

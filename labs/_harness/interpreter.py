@@ -223,6 +223,7 @@ def _patched():
 
     def watched_call(executor, *args, **kwargs):
         named = {**dict(zip(executor.arg_names, args, strict=False)), **kwargs}
+        named = {name: getattr(t, "base", t) for name, t in named.items()}  # of a host descriptor
         tensors = {name: t for name, t in named.items() if isinstance(t, torch.Tensor)}
         fn, outer = executor.fn, _state.launch
         launch = Launch(fn.__name__, tensors, (0, 0, 0))

@@ -45,6 +45,10 @@ if triton is not None:
         tl.store(y, tl.load(x, boundary_check=(0,), padding_option="zero"), boundary_check=(0,))
 
     @triton.jit
+    def _descriptor_kernel(x, y):
+        y.store([0, 0], x.load([1, 0]))
+
+    @triton.jit
     def _scalar_kernel(x_ptr, y_ptr):
         tl.store(y_ptr + tl.program_id(1), tl.load(x_ptr + tl.program_id(0)))
 
@@ -179,6 +183,15 @@ def test_block_pointers_are_watched_within_their_bounds():
         pytest.skip("this release of Triton has no block pointers any more")
     assert torch.equal(x, y)
     assert found.events == [("load", "x_ptr", 11, 4), ("store", "y_ptr", 11, 4)]
+
+
+def test_tensors_of_host_descriptors_are_watched_within_their_bounds():
+    descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
+    x, y = torch.randn(3, 16), torch.zeros(4, 16)
+    tiles = (descriptor.from_tensor(z, [4, 16]) for z in (x, y))
+    found = recorded(_descriptor_kernel, (1,), *tiles)
+    assert torch.equal(y[:2], x[1:]) and not y[2:].any()
+    assert found.events == [("load", "x", 32, 4), ("store", "y", 64, 4)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

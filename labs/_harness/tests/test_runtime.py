@@ -232,3 +232,12 @@ def test_check_launch_says_what_stops_every_kernel(here):
     here(problem="wrong; repair")
     with pytest.raises(RuntimeError, match="wrong; repair"):
         check_launch(x=torch.zeros(2))
+
+
+def test_capability_is_that_of_the_card_that_a_launch_is_for(monkeypatch):
+    cpu = torch.device("cpu")
+    assert runtime.capability(cpu) == (9, 0), "in the interpreter that of a Hopper card"
+    monkeypatch.setattr(runtime, "compiling_for", (8, 6))
+    assert runtime.capability(cpu) == (8, 6)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    assert runtime.capability(torch.device("cuda")) == (12, 0)
