@@ -772,14 +772,15 @@ if triton is not None:
         """q_desc, k_desc, v_desc: descriptors of all heads if ON_HOST, otherwise pointers."""
         # TODO step 5 (about 26 lines; handout section 6)
         #   head and tile as in step 3; tiles come by _fetch, out and lse go by pointers
-        #   not ON_HOST: descriptors of this head's rows, made here
+        #   not ON_HOST: descriptors of this head's rows, tl.make_tensor_descriptor(base, shape,
+        #   strides, block)
         #   specialised: q has a row number of its own; one loop, masked if any tile needs it;
         #   otherwise two loops
         tl.static_assert(False, "lab 10 step 5: write _tma_kernel")
 
 
 def _descriptor(x, rows, columns):
-    """Of x, contiguous (B, H, R, C), in tiles of (1, rows, columns), up to 256 each: of one head.
+    """Of x, contiguous (B, H, R, C): a tile is (1, rows, columns), of one head, up to 256 a side.
 
     What lies past the end of a head is 0, and not the next head's. Made on the host, once a launch.
     """
@@ -790,7 +791,8 @@ def _descriptor(x, rows, columns):
 def _has_copy_engine(device) -> bool:
     """Whether descriptors are what the card itself loads by; otherwise Triton makes pointers.
 
-    It does that well of those made in the kernel only, where it sees that the last stride is 1.
+    It makes good ones only of descriptors made in the kernel: there it sees that the last stride
+    is 1.
     """
     return capability(device)[0] >= 9
 
@@ -896,7 +898,7 @@ if triton is not None:
         # TODO step 6 (about 22 lines; handout section 7)
         #   a first pass over the columns for each row's largest, a second that divides and stores
         #   mind: a scale of 0; 448 times 1 + eps; columns that pad; IN_LANES, the column to load
-        #   from is not the one to store in
+        #   from is not the one to store in; int64 for what meets a stride: head, row, column
         tl.static_assert(False, "lab 10 step 6: write _quantise_kernel")
 
     @triton.jit
@@ -925,9 +927,10 @@ if triton is not None:
         """As `_tma_keys`, for quantised k; with SHIFT > 0 v is e4m3, too, and so is p."""
         # TODO step 6 (about 20 lines; handout section 7)
         #   first SHIFT in `_weights` (step 1): the limit is HUGE / 2**SHIFT, and p is times
-        #   2**SHIFT for free, in the fma's addend, but not where m_new is HUGE / 2 and more
-        #   then as _tma_keys; scores times the keys' scales; _weights with SHIFT; if SHIFT, v from
-        #   its (D, BLOCK_N) tile, and p rounded and then in the order of v's tokens
+        #   2**SHIFT for free, in the fma's addend, but not where |m_new| is HUGE / 2 and more
+        #   then as _tma_keys; scores times the keys' scales (k_scale_ptr: this head's first);
+        #   _weights with SHIFT; if SHIFT, v from its (D, BLOCK_N) tile, and p rounded and then in
+        #   the order of v's tokens
         tl.static_assert(False, "lab 10 step 6: write _fp8_keys")
 
     @triton.jit

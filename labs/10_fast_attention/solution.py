@@ -141,7 +141,7 @@ if triton is not None:
         # two nothing is rounded, and equal scores give exactly 0.
         factor = tl.where(tl.abs(m_new) < LIMIT, slope, steep)  # (BLOCK_M,)
         alpha = tl.exp2(m_i - m_new)  # (BLOCK_M,)
-        # From HUGE / 2 on 8 is half of what m_new is rounded to: added, it might count as 16.
+        # From HUGE / 2 on float32 is spaced by 16 and more: 8 would be rounded to 0 or 16.
         shift = tl.where(tl.abs(m_new) < HUGE / 2, SHIFT, 0.0)  # (BLOCK_M,)
         p = tl.exp2(tl.fma(s, factor[:, None], (shift - m_new)[:, None]))  # (BLOCK_M, BLOCK_N)
         l_i = l_i * alpha + tl.sum(p, axis=1)
@@ -868,7 +868,7 @@ if triton is not None:
 
 
 def _descriptor(x, rows, columns):
-    """Of x, contiguous (B, H, R, C), in tiles of (1, rows, columns), up to 256 each: of one head.
+    """Of x, contiguous (B, H, R, C): a tile is (1, rows, columns), of one head, up to 256 a side.
 
     What lies past the end of a head is 0, and not the next head's. Made on the host, once a launch.
     """
@@ -879,7 +879,8 @@ def _descriptor(x, rows, columns):
 def _has_copy_engine(device) -> bool:
     """Whether descriptors are what the card itself loads by; otherwise Triton makes pointers.
 
-    It does that well of those made in the kernel only, where it sees that the last stride is 1.
+    It makes good ones only of descriptors made in the kernel: there it sees that the last stride
+    is 1.
     """
     return capability(device)[0] >= 9
 

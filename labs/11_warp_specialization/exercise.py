@@ -1,6 +1,6 @@
 """Lab 11, your file: warp specialization on Hopper, in Gluon.
 
-Write the 22 places marked TODO, in order; everything else is given. The handout, README.md beside
+Write the 23 places marked TODO, in order; everything else is given. The handout, README.md beside
 this file, leads through them. See where you stand with: pytest labs/11_warp_specialization
 
 Steps 1 and 2 are one tile through TMA and one through wgmma. Step 3 puts them together: a producer
@@ -439,8 +439,8 @@ if gluon is not None:
         if CAUSAL:  # rows that exist see no key beyond T then
             last = rows - start_n  # (ROWS,)
         else:
-            # + 0, which no compiler knows: else it compares once, and keeps the answers for block 0
-            # of all tiles in two dozen registers.
+            # rows >> 31 is 0, which the compiler does not know: otherwise it compares once, and
+            # keeps the answers for block 0 of all tiles in two dozen registers.
             last = T - 1 - start_n + (rows >> 31)  # (ROWS,)
         last = gl.convert_layout(last, ROW)[:, None, None, None]
         parts = gl.where(8 * i + k <= last - 2 * j, parts, float("-inf"))
@@ -532,7 +532,8 @@ if gluon is not None:
         # TODO step 4, next part (about 12 lines)
         #   as in step 3, in the order of use: K one block ahead of V
         #   Q's ring has 2 * CONSUMERS stages (see _shared): this tile's and the next one's
-        #   tile i of a ring is counted from the program's start: `first` K and V came before
+        #   tile i of a ring is counted from the program's start: `first` K and V came before, and
+        #   `turn` tiles of Q: consumer w's Q is tile turn * CONSUMERS + w of its ring
         gl.static_assert(False, "lab 11 step 4: write _produce_tile")
 
     @gluon.jit
@@ -766,7 +767,8 @@ if gluon is not None:
     ):
         # TODO step 5, next part (about 15 lines)
         #   schedule_ptr[pid] and schedule_ptr[pid + 1]: where this program's tiles begin and end;
-        #   a tile is head * n_m + m. `first` and the number of the tile carry the phases on
+        #   both are places in schedule_ptr; a tile is head * n_m + m
+        #   `first` (tiles of K before), and how many tiles this program had, carry the phases on
         #   load the next tile's number early: it takes a while
         gl.static_assert(False, "lab 11 step 5: write _produce")
 

@@ -527,8 +527,8 @@ if gluon is not None:
         if CAUSAL:  # rows that exist see no key beyond T then
             last = rows - start_n  # (ROWS,)
         else:
-            # + 0, which no compiler knows: else it compares once, and keeps the answers for block 0
-            # of all tiles in two dozen registers.
+            # rows >> 31 is 0, which the compiler does not know: otherwise it compares once, and
+            # keeps the answers for block 0 of all tiles in two dozen registers.
             last = T - 1 - start_n + (rows >> 31)  # (ROWS,)
         last = gl.convert_layout(last, ROW)[:, None, None, None]
         parts = gl.where(8 * i + k <= last - 2 * j, parts, float("-inf"))
@@ -546,7 +546,7 @@ if gluon is not None:
         """exp(s - m_i), with m_i of this block: (ROWS, BLOCK_N); and l_i with their sums."""
         qk_scale, qk_step = scales
         if FUSED:
-            # Scores so large that neighbours differ by 16: a power of two keeps equal ones exact.
+            # Where neighbouring scores differ by 16, f is a power of two: its products are exact.
             f = gl.where(gl.abs(m_i) * qk_scale < 268435456.0, qk_scale, qk_step)  # (ROWS,)
             p = gl.exp2(s * f[:, None] - (m_i * f)[:, None])  # (ROWS, BLOCK_N)
         else:
@@ -569,8 +569,9 @@ if gluon is not None:
         acc, alpha, v_ring, i, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
     ):
         """Waits for P @ V of block i - 1, gives its V back and rescales: (ROWS, D)."""
-        # The next step's V is waited for here because the assembler moves arithmetic past the wait
-        # for a product, but not past this one: so P @ V runs while the weights are computed.
+        # V of block i is waited for here, a step early: the assembler moves arithmetic past the
+        # wait for a product, but not past this one. So what stands before this call runs beside
+        # P @ V: maximum and weights; with three consumers the maximum.
         _take(v_ring, i, BLOCK_N, D, STAGES)
         acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)
         _give_back(v_ring, i - 1, STAGES)
@@ -614,7 +615,7 @@ if gluon is not None:
         if MASKED:
             s = _mask(s, rows, start_n, T, BLOCK_N, CAUSAL)
         m_i, alpha = _maximum(s, m_i, scales)
-        if CONSUMERS == 3:  # with 160 registers: p's are needed for the weights
+        if CONSUMERS == 3:  # 160 registers: the weights take p's, so P @ V must have ended
             acc = _collect(acc, alpha, v_ring, i, D, BLOCK_N, STAGES)
         weights, l_i = _weights(s, m_i, l_i, alpha, scales, FUSED)
         if CONSUMERS == 2:

@@ -190,7 +190,8 @@ def test_tensors_of_host_descriptors_are_watched_within_their_bounds():
     x, y = torch.randn(3, 16), torch.zeros(4, 16)
     tiles = (descriptor.from_tensor(z, [4, 16]) for z in (x, y))
     found = recorded(_descriptor_kernel, (1,), *tiles)
-    assert torch.equal(y[:2], x[1:]) and not y[2:].any()
+    assert torch.equal(y[:2], x[1:])
+    assert not y[2:].any()
     assert found.events == [("load", "x", 32, 4), ("store", "y", 64, 4)]
 
 
