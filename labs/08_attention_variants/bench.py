@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from labs._harness.bench import Check, Provider, Sweep, attention_error
+from labs._harness.runtime import capability
 from labs._harness.trace import Traced
 
 WINDOW = 1024
@@ -28,7 +29,7 @@ def timed(av, options, gpu) -> list[Sweep]:
     dtype = getattr(torch, options.dtype or "bfloat16")
     B, H, D = options.batch or 2, options.heads or 32, options.head_dim
     tiles = _tiles(options)
-    wide = _window_tiles(options)
+    wide = _window_tiles(options, gpu.device)
     window = Sweep(
         name="window",
         title=f"Window of {WINDOW}, B={B} H={H} D={D} {str(dtype)[6:]}",
@@ -131,12 +132,12 @@ def counted(av, options) -> list[Sweep]:
 
 def check(av, options, gpu) -> list[Check]:
     """The three promises of the handout, each beside its baseline in the same run, in bfloat16."""
-    tiles, found = _tiles(options), []
+    tiles, wide, found = _tiles(options), _window_tiles(options, gpu.device), []
     q, k, v = qkv = _qkv(2, 32, 32, 64, torch.bfloat16, gpu.device, 8192)
     flex, masked = _flex(WINDOW), _masked(WINDOW)
     ms = gpu.medians(
         {
-            "yours": lambda: av.attention(*qkv, window=WINDOW, **_window_tiles(options)),
+            "yours": lambda: av.attention(*qkv, window=WINDOW, **wide),
             "flex": lambda: flex(*qkv),
             "mask": lambda: masked(*qkv),
         }
@@ -257,10 +258,10 @@ def _tiles(options) -> dict:
     return tiles | {"num_stages": options.num_stages or 3}  # fastest on an H200 at D = 64
 
 
-def _window_tiles(options) -> dict:
+def _window_tiles(options, device) -> dict:
     """Wide full tiles for a window on a Hopper card, if none were asked for."""
     tiles = _tiles(options)
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    hopper = capability(device)[0] == 9
     if hopper and options.head_dim <= 128 and tiles["block_n"] == 64 and not options.num_stages:
         tiles |= {"block_n": 128, "num_stages": 2}  # fastest on an H200 at D = 64
     return tiles

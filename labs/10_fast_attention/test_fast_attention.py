@@ -284,6 +284,22 @@ def interpreter_with(**methods):
 
 
 @contextlib.contextmanager
+def counting(method):
+    """A list with one entry more for each call of that method of the interpreter's builder."""
+    calls = []
+
+    def counted(before):
+        def call(*args, **kwargs):
+            calls.append(method)
+            return before(*args, **kwargs)
+
+        return call
+
+    with interpreter_with(**{method: counted}):
+        yield calls
+
+
+@contextlib.contextmanager
 def true_fma():
     """Within the block tl.fma rounds once, as on a GPU; the interpreter itself rounds twice."""
 
@@ -1236,40 +1252,22 @@ def test_tma_without_a_copy_engine(lab, device, causal):
 @step5
 @interpreter_only
 def test_tma_loads_by_descriptor(lab, device):
-    descriptors = 0
-
-    def counting(create_descriptor_load):
-        def create(*args, **kwargs):
-            nonlocal descriptors
-            descriptors += 1
-            return create_descriptor_load(*args, **kwargs)
-
-        return create
-
     q, k, v = oracle.qkv(1, 1, 64, 16, dtype=F16, device=device)
-    with interpreter_with(create_descriptor_load=counting):
+    with counting("create_descriptor_load") as loads:
         rung(lab, 5)(q, k, v, False, None, 32, 32)
+    descriptors = len(loads)
     assert descriptors == 2 * (1 + 2 * 2), f"q, and each tile of k and v: got {descriptors} loads"
 
 
 @step5
 @interpreter_only
 def test_tma_makes_its_descriptors_on_the_host(lab, device):
-    made = 0
-
-    def counting(create_make_tensor_descriptor):
-        def create(*args, **kwargs):
-            nonlocal made
-            made += 1
-            return create_make_tensor_descriptor(*args, **kwargs)
-
-        return create
-
     q, k, v = oracle.qkv(1, 2, 64, 16, dtype=F16, device=device)
-    with interpreter_with(create_make_tensor_descriptor=counting):
+    with counting("create_make_tensor_descriptor") as calls:
         rung(lab, 5)(q, k, v, False, None, 32, 32)
-        mine, made = made, 0
+        mine = len(calls)
         specialised(lab)(*oracle.qkv(1, 3, 128, 16, dtype=F16, device=device))
+    made = len(calls) - mine
     assert mine <= 3, (
         f"4 programs, not specialised: want 3 descriptors in all, for q, k and v; got {mine}; the "
         "usual cause: they are made in the kernel, by each program for itself"
