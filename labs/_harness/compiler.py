@@ -1,10 +1,11 @@
 """Compile a lab's kernels for cards that are not here.
 
 Triton compiles for any NVIDIA architecture without a card. With TRITON_INTERPRET=1 in the process
-it cannot, so this runs as a child process with the variable set to 0 (`stream`). There the lab's
-own launchers are called on CPU tensors, their launches are recorded instead of run, and each
-recorded kernel is compiled with the arguments' types and divisibility, as a launch would. Every
-compilation runs in a fork of that child: one that crashes or never ends costs only itself.
+it cannot, so this runs in a process with the variable set to 0, the `Server`, which forks for each
+job (`stream`). There the lab's own launchers are called on CPU tensors, their launches are recorded
+instead of run, and each recorded kernel is compiled with the arguments' types and divisibility, as
+a launch would. Every compilation runs in a fork of the job's process: one that crashes or never
+ends costs only itself.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from labs import _impl
 from labs._harness import gluon_emulator, runtime, sandbox, sass, steps, triton_private
@@ -121,10 +125,71 @@ def unavailable() -> str | None:
     return f"this Triton brings no NVIDIA tools (no {missing[0]})" if missing else None
 
 
+class Server:
+    """A process that has torch and Triton imported and forks for each job, which begins at once.
+
+    It is started at the first job: `asked` becomes readable, and whoever made the Server calls
+    `start`. Forks of that process can ask for jobs, too.
+    """
+
+    def __init__(self):
+        self._ask, self.asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._errors = tempfile.TemporaryFile("w+")
+        self._owner, self._process = os.getpid(), None
+
+    @property
+    def started(self) -> bool:
+        return self._process is not None
+
+    def start(self) -> None:
+        """Starts the process, which takes 4 s of a core to import what it needs."""
+        env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(_impl.ROOT)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "labs._harness.compiler", str(self.asked.fileno())],
+            pass_fds=[self.asked.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._errors,
+            stderr=self._errors,
+            env={**env, "CUDA_VISIBLE_DEVICES": ""},
+            cwd=_impl.ROOT,
+        )
+        self.asked.close()  # only the process has it now, so that its end is seen
+
+    def begin(self, folder: str) -> socket.socket:
+        """Asks for the job of a folder: what to do is in its job.json, complaints go to errors.txt.
+
+        Returns:
+            A connection that gives lines of JSON. Closing it ends the job.
+        """
+        if os.getpid() == self._owner and not self.started:
+            self.start()
+        ours, its = socket.socketpair()
+        with its, contextlib.suppress(OSError):  # the process has ended: then no line comes
+            socket.send_fds(self._ask, [folder.encode()], [its.fileno()])
+        return ours
+
+    def last_words(self) -> str:
+        """What the process itself said last."""
+        self._errors.seek(0)
+        return (self._errors.read().strip().splitlines() or ["it said nothing"])[-1]
+
+    def close(self) -> None:
+        """Ends the process and its jobs."""
+        self._ask.close()
+        self.asked.close()
+        if self.started:
+            _kill_tree(self._process.pid)
+            self._process.wait()
+        self._errors.close()
+
+
+shared: Server | None = None  # serves a whole run of pytest
+
+
 def stream(
     lab: str, impl: str, units: Iterable[Unit], limit: float = TIME_LIMIT
 ) -> Iterator[tuple[Unit, list[Compiled]]]:
-    """Compiles units in a child process and gives each one as soon as it is done, in any order.
+    """Compiles units in another process and gives each one as soon as it is done, in any order.
 
     Args:
         lab: name of the lab folder, whose bench.py has `launches(module, **options)`.
@@ -133,31 +198,20 @@ def stream(
         limit: seconds until one compilation is stopped.
 
     Yields:
-        (unit, its kernels): one Compiled a launch. Closing the generator ends the child.
+        (unit, its kernels): one Compiled a launch. Closing the generator ends the job.
 
     Raises:
-        CompileFailed: the file does not load, a launcher hangs, or the child itself dies.
+        CompileFailed: the file does not load, a launcher hangs, or the job's process dies.
     """
     units = list(units)
     job = {"lab": lab, "impl": str(impl), "units": [asdict(u) for u in units], "limit": limit}
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(_impl.ROOT)}
     with contextlib.ExitStack() as stack:
+        server = shared or stack.enter_context(contextlib.closing(Server()))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="labs-xray-"))
-        errors = stack.enter_context(tempfile.TemporaryFile("w+"))
-        env |= {"TRITON_CACHE_DIR": folder, "TMPDIR": folder, "CUDA_VISIBLE_DEVICES": ""}
-        child = subprocess.Popen(
-            [sys.executable, "-m", "labs._harness.compiler"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=env,
-            cwd=_impl.ROOT,
-        )
-        stack.callback(_end, child)
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(json.dumps(job).encode() + b"\n")
-            child.stdin.flush()
-        doing, done, lines = "start", 0, _Lines(child.stdout, START_LIMIT)
+        env = {**os.environ, "TRITON_CACHE_DIR": folder, "TMPDIR": folder}
+        Path(folder, "job.json").write_text(json.dumps({**job, "env": env}))
+        connection = stack.enter_context(server.begin(folder))
+        doing, done, lines = "start", 0, _Lines(connection, START_LIMIT)
         for line in lines:
             entry = json.loads(line)
             if "failed" in entry:
@@ -166,46 +220,30 @@ def stream(
             if "unit" in entry:
                 done += 1
                 yield units[entry["unit"]], [Compiled(**kernel) for kernel in entry["kernels"]]
-        runs = _still_runs(child)  # it is about to end, unless it hangs
         if done < len(units):
-            if runs:
+            if not lines.ended:
                 raise CompileFailed(f"{doing}: no end after {lines.seconds:g} s; stopped")
-            errors.seek(0)
-            last = errors.read().strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
-            raise CompileFailed(f"{doing}: the compiler's process ended early: {last[0]}")
-
-
-def _still_runs(child: subprocess.Popen) -> bool:
-    try:
-        child.wait(2)
-    except subprocess.TimeoutExpired:
-        return True
-    return False
+            errors = Path(folder, "errors.txt")
+            said = errors.read_text().strip().splitlines() if errors.exists() else []
+            last = said[-1] if said else server.last_words()
+            raise CompileFailed(f"{doing}: the compiler's process ended early: {last}")
 
 
 class _Lines:
-    """Lines of a pipe until it closes, or until nothing has come for `seconds`."""
+    """Lines of a connection until it has `ended`, or until nothing has come for `seconds`."""
 
-    def __init__(self, pipe, seconds: float):
-        self.pipe, self.seconds = pipe, seconds
+    def __init__(self, connection: socket.socket, seconds: float):
+        self.connection, self.seconds, self.ended = connection, seconds, False
 
     def __iter__(self) -> Iterator[bytes]:
         rest = b""
-        while select.select([self.pipe], [], [], self.seconds)[0]:
-            data = os.read(self.pipe.fileno(), 1 << 16)
+        while select.select([self.connection], [], [], self.seconds)[0]:
+            data = self.connection.recv(1 << 16)
             if not data:
+                self.ended = True
                 return
             *whole, rest = (rest + data).split(b"\n")
             yield from whole
-
-
-def _end(child: subprocess.Popen) -> None:
-    """Ends a process and all below it, for which nobody waits any more."""
-    if child.poll() is None:
-        _kill_tree(child.pid)
-    child.stdin.close()
-    child.stdout.close()
-    child.wait()
 
 
 def _kill_tree(pid: int) -> None:
@@ -214,7 +252,7 @@ def _kill_tree(pid: int) -> None:
             os.kill(victim, signal.SIGKILL)
 
 
-# ---------------------------------------------------------------- in the child: what is launched
+# ---------------------------------------------------------------- in a job: what is launched
 
 
 @dataclass
@@ -304,7 +342,7 @@ def _type_of(value) -> str | None:
     return "fp32" if isinstance(value, float) else None
 
 
-# ---------------------------------------------------------------- in a fork of the child
+# ---------------------------------------------------------------- in a fork of the job
 
 
 def _compile(launch: _Launch, blank: Compiled) -> Compiled:
@@ -509,20 +547,8 @@ def _received(pipe, r: _Running) -> list[dict]:
         return [asdict(replace(r.blank, error=f"Triton's compiler crashed ({how})"))]
 
 
-def _main() -> None:
-    # The answer goes to the real stdout; whatever the lab's code prints goes to stderr.
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def tell(**entry) -> None:
-        answer.write(json.dumps(entry) + "\n")
-        answer.flush()
-
-    job = json.loads(sys.stdin.readline())
-    version = runtime.setup().triton_version
-    runtime.setup = lambda: runtime.Runtime("cpu", False, version, "compiling only")
-    runtime.check_launch = gluon_emulator.check_launch = lambda **tensors: None
-    triton_private.warm_up()  # imports the compiler, too: once, for all forks
+def _answer(job: dict, tell) -> None:
+    """Compiles what a job asks for; `tell` sends an entry to who asked."""
     bench = _impl.load(job["lab"], str(_impl.LABS / job["lab"] / "bench.py"))
     tell(doing="loading the file")
     try:
@@ -567,5 +593,62 @@ def _launcher_error(error: Exception, file: str) -> tuple[str, int | None, str]:
     return clip(f"{type(error).__name__}: {words}"), number, text
 
 
+# ---------------------------------------------------------------- in the server
+
+
+def _serve(asked: socket.socket) -> None:
+    """Forks for each job, until nobody is left who could ask for one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this ends it
+    version = runtime.setup().triton_version
+    runtime.setup = lambda: runtime.Runtime("cpu", False, version, "compiling only")
+    runtime.check_launch = gluon_emulator.check_launch = lambda **tensors: None
+    triton_private.warm_up()  # imports the compiler, too: once, for all jobs
+    jobs: dict[int, tuple[int, socket.socket]] = {}  # file of the process -> process, connection
+    while True:
+        waits = {connection.fileno(): file for file, (_, connection) in jobs.items()}
+        ready, _, _ = select.select([asked, *jobs, *waits], [], [])
+        for file in {waits.get(one, one) for one in ready if one is not asked}:
+            _stop(file, *jobs.pop(file))  # it is done, or nobody waits for it
+        if asked in ready:
+            folder, files, _, _ = socket.recv_fds(asked, 4096, 1)
+            if not folder:
+                break
+            connection = socket.socket(fileno=files[0])
+            process = os.fork()
+            if process == 0:
+                _run_job(folder.decode(), connection)
+            jobs[os.pidfd_open(process)] = process, connection
+    for file in jobs:
+        _stop(file, *jobs[file])
+
+
+def _stop(file: int, process: int, connection: socket.socket) -> None:
+    _kill_tree(process)
+    os.waitpid(process, 0)
+    os.close(file)
+    with contextlib.suppress(OSError):  # who asked has gone
+        connection.shutdown(socket.SHUT_RDWR)  # in other jobs, which have inherited it, too
+    connection.close()
+
+
+def _run_job(folder: str, connection: socket.socket) -> None:
+    """The body of a job's process."""
+    status = 1
+    try:
+        with open(Path(folder, "errors.txt"), "w") as errors:
+            os.dup2(errors.fileno(), 1)  # whatever the lab's code prints
+            os.dup2(errors.fileno(), 2)
+        job = json.loads(Path(folder, "job.json").read_text())
+        os.environ.update(job["env"], TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+        tempfile.tempdir = None  # TMPDIR is another now
+        _answer(job, lambda **entry: connection.sendall(json.dumps(entry).encode() + b"\n"))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
 if __name__ == "__main__":
-    _main()
+    _serve(socket.socket(fileno=int(sys.argv[1])))

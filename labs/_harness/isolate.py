@@ -26,7 +26,7 @@ import pytest
 import torch
 from _pytest.runner import runtestprotocol
 
-from labs._harness import guard, interpreter, oracle
+from labs._harness import compiler, guard, interpreter, oracle
 
 LIMIT = 10.0  # seconds for the body of one test; pytest-timeout interrupts it and shows where it is
 GRACE = 5.0  # seconds more until the process is killed
@@ -68,7 +68,7 @@ atexit.register(gc.unfreeze)
 
 
 class Fork:
-    """One test on its way in a fork of pytest: started here, its reports taken by `reports`."""
+    """One test on its way in a fork of pytest: started here, waited for by `over`."""
 
     def __init__(self, item: pytest.Item, before=None):
         """Starts the test.
@@ -79,6 +79,7 @@ class Fork:
         """
         self.item = item
         self.start = time.monotonic()
+        self.limit = _limit(item) + GRACE
         self.written, self.trace = tempfile.TemporaryFile(), tempfile.TemporaryFile(mode="w+")
         sys.stdout.flush()
         sys.stderr.flush()
@@ -98,7 +99,7 @@ class Fork:
             os.setsid()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             faulthandler.enable(file=self.trace)
-            faulthandler.dump_traceback_later(_limit(self.item) + GRACE - 0.5, file=self.trace)
+            faulthandler.dump_traceback_later(self.limit - 0.5, file=self.trace)
             torch.set_num_threads(1)  # a fork after threaded torch work hangs without this
             if before is not None:
                 before()
@@ -118,20 +119,18 @@ class Fork:
         finally:
             os._exit(status)  # no atexit handlers, no flush of pytest's own buffers
 
+    def seconds_left(self) -> float:
+        return max(0.0, self.start + self.limit - time.monotonic())
+
     def reports(self) -> list[pytest.TestReport]:
-        """Waits for the test's end.
+        """Ends the test's process if it still runs.
 
         Returns:
             The reports of set-up, call and tear-down, or a single failed one after a crash or a
             time-out; its user property "ended" is then ("ended", "crash" | "time-out").
         """
-        limit = _limit(self.item) + GRACE
-        ended = []
-        try:
-            wait = max(0.0, self.start + limit - time.monotonic())
-            ended, _, _ = select.select([self.child], [], [], wait)
-        finally:  # also on Ctrl-C
-            status = self.kill()
+        ended, _, _ = select.select([self.child], [], [], 0)
+        status = self.kill()
         seconds = time.monotonic() - self.start
         config = self.item.config
         with suppress(Exception):  # nothing written, or the code under test wrote there, too
@@ -150,7 +149,7 @@ class Fork:
                     report.longrepr = tuple(report.longrepr)
             return reports
         if not ended:
-            how, text = "time-out", f"still running after {limit:.0f} s; stopped"
+            how, text = "time-out", f"still running after {self.limit:.0f} s; stopped"
         else:
             how, text = "crash", _exit_text(status)
         return [_failed_report(self.item, f"{text}{_last_line(self.trace)}", how, seconds)]
@@ -161,6 +160,20 @@ class Fork:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         return os.waitpid(self.pid, 0)[1]
+
+
+def over(forks: list[Fork]) -> list[Fork]:
+    """Waits a while; gives the tests that have ended, and those whose time is over.
+
+    Where a test has asked for the compiler, its process is started meanwhile.
+    """
+    server = compiler.shared
+    asked = [server.asked] if server and not server.started else []
+    seconds = min(fork.seconds_left() for fork in forks)
+    ready, _, _ = select.select([*asked, *(fork.child for fork in forks)], [], [], seconds)
+    if asked and server.asked in ready:
+        server.start()
+    return [fork for fork in forks if fork.child in ready or not fork.seconds_left()]
 
 
 def _warm_up() -> None:
@@ -178,7 +191,13 @@ def _warm_up() -> None:
 
 def run_in_fork(item: pytest.Item, before=None) -> list[pytest.TestReport]:
     """Runs one test in a fork and gives its reports, see Fork."""
-    return Fork(item, before).reports()
+    fork = Fork(item, before)
+    try:
+        while not over([fork]):
+            pass
+    finally:  # also on Ctrl-C
+        reports = fork.reports()
+    return reports
 
 
 def _exit_text(status: int) -> str:
@@ -227,8 +246,10 @@ class Isolation:
         self.config = config
         self.enabled = enabled(config)
         self.ended: dict[tuple, str] = {}  # step -> why its remaining tests do not run
-        self.forks: dict[str, Fork] = {}  # tests under way, by node id
         self.waiting: list[pytest.Item] = []  # tests to fork for that have not begun, last first
+        self.running: dict[str, Fork] = {}  # by node id
+        self.done: dict[str, list[pytest.TestReport]] = {}  # what is to be reported in its turn
+        self.stuck: set[tuple] = set()  # steps with a test that hung or crashed
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
@@ -245,18 +266,38 @@ class Isolation:
             outcome.get_result().user_properties.append(("ended", "time-out"))
 
     def pytest_runtestloop(self, session):
+        if sys.platform == "linux":
+            compiler.shared = compiler.Server()
         if self.enabled and any(map(_step, session.items)):
             _warm_up()
         if self.enabled and not hasattr(self.config, "workerinput"):  # under xdist one at a time
             self.waiting = [item for item in session.items if _step(item)][::-1]
 
-    def _begin(self, item) -> Fork:
-        """The test's fork; others that come after it begin, too, while there are cores."""
-        while self.waiting and len(self.forks) < self.config.getoption("forks"):
-            ahead = self.waiting.pop()
-            if _step(ahead) not in self.ended:
-                self.forks[ahead.nodeid] = Fork(ahead)
-        return self.forks.pop(item.nodeid, None) or Fork(item)
+    def _reports(self, item) -> list[pytest.TestReport]:
+        """A test's reports. Until it has ended, others that come after it begin as cores get free.
+
+        Nothing begins once it has ended: with one test at a time, the next sees what this one led
+        to.
+        """
+        name = item.nodeid
+        if name not in self.done and name not in self.running:
+            self.waiting = [other for other in self.waiting if other is not item]
+            self.running[name] = Fork(item)
+        self._begin_more()
+        while name not in self.done:
+            self._begin_more()
+            for fork in over(list(self.running.values())):
+                del self.running[fork.item.nodeid]
+                reports = self.done[fork.item.nodeid] = fork.reports()
+                if any(map(_ended, reports)):
+                    self.stuck.add(_step(fork.item))
+        return self.done.pop(name)
+
+    def _begin_more(self) -> None:
+        while self.waiting and len(self.running) < self.config.getoption("forks"):
+            item = self.waiting.pop()
+            if _step(item) not in self.stuck:
+                self.running[item.nodeid] = Fork(item)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
@@ -266,14 +307,13 @@ class Isolation:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         if step in self.ended:
             reports = [_failed_report(item, f"not run: {self.ended[step]}", "not run")]
-            if item.nodeid in self.forks:
-                self.forks.pop(item.nodeid).kill()
+            self.done.pop(item.nodeid, None)
+            if item.nodeid in self.running:
+                self.running.pop(item.nodeid).kill()
         else:
-            reports = self._begin(item).reports()
-            for report in reports:
-                how = dict(report.user_properties).get("ended")
-                if how:
-                    self.ended[step] = f"{item.name} of this step {_HOW[how]}"
+            reports = self._reports(item)
+            for how in filter(None, map(_ended, reports)):
+                self.ended[step] = f"{item.name} of this step {_HOW[how]}"
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.session._setupstate.teardown_exact(nextitem)
@@ -281,14 +321,22 @@ class Isolation:
         return True
 
     def pytest_sessionfinish(self):
-        while self.forks:  # after Ctrl-C, or with -x
-            self.forks.popitem()[1].kill()
+        while self.running:  # after Ctrl-C, or with -x
+            self.running.popitem()[1].kill()
+        if compiler.shared:
+            compiler.shared.close()
+            compiler.shared = None
 
 
 def _step(item) -> tuple | None:
     """(file, number) of the step that a test belongs to."""
     marker = item.get_closest_marker("step")
     return (str(item.path), marker.args[0]) if marker else None
+
+
+def _ended(report) -> str | None:
+    """How a test ended that did not get to its end: a key of _HOW."""
+    return dict(report.user_properties).get("ended")
 
 
 _HOW = {"time-out": "ran out of time", "crash": "crashed"}

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from labs import _impl
-from labs._harness import guard, interpreter, isolate, memory, oracle, steps
+from labs._harness import compiler, guard, interpreter, isolate, memory, oracle, steps
 
 KINDS = ("bug", "waste", "cheat")
 
@@ -131,7 +131,7 @@ class KillMatrix:
         work = [(lab, mutant) for lab in labs for mutant in of_lab(lab) if self._wanted(mutant)]
         baseline = sorted({(lab, mutant.caught_by) for lab, mutant in work})
         session.testscollected = len(work)
-        with multiprocessing.get_context("fork").Pool(os.cpu_count(), _single_thread) as pool:
+        with multiprocessing.get_context("fork").Pool(os.cpu_count(), _begin_worker) as pool:
             global _matrix
             for (lab, name), problem in pool.imap(_try_reference, baseline):
                 if problem:
@@ -260,8 +260,9 @@ def register(config: pytest.Config, folder: Path) -> None:
     config.pluginmanager.register(_matrix, "labs-mutants")
 
 
-def _single_thread() -> None:
+def _begin_worker() -> None:
     torch.set_num_threads(1)
+    compiler.shared = compiler.Server()
 
 
 def _try_reference(args):

@@ -1,8 +1,10 @@
 """The X-ray: what is compiled in a child process, verdicts, suggestions, cache and reports."""
 
 import argparse
+import contextlib
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -604,6 +606,55 @@ def test_equal_launches_are_compiled_once(tmp_path):
     found = dict((u.options["block_m"], k) for u, k in compiler.stream(LAB, "solution", units))
     assert len({found[m][0].seconds for m in found}) == 1
     assert [found[m][0].options for m in (16, 32, 64)] == [u.options for u in units]
+
+
+def child_of(pid: int) -> int:
+    """The only child of a process."""
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with contextlib.closing(compiler.Server()) as one:
+        monkeypatch.setattr(compiler, "shared", one)
+        yield one
+
+
+@needs_compiler
+def test_jobs_share_one_process_and_see_nothing_of_one_another(tmp_path, server):
+    assert not server.started
+    spoil = "\nimport triton\ntriton.compile = None\n"
+    spoilt = one(edited(tmp_path, append=spoil), SOFTMAX)
+    process = server._process.pid
+    assert "TypeError" in spoilt.error
+    assert state(one(SOLUTION, SOFTMAX)) == "fits"
+    assert server._process.pid == process
+
+
+@needs_compiler
+def test_a_job_ends_when_nobody_waits_for_it(tmp_path, server):
+    file = tmp_path / "student.py"
+    file.write_text("while True:\n    pass\n")
+    job = {"lab": LAB, "impl": str(file), "units": [], "limit": 60, "env": {}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    with server.begin(str(tmp_path)) as connection:
+        assert b"loading the file" in connection.recv(1000)
+        job = child_of(server._process.pid)
+    for _ in range(100):
+        if not Path(f"/proc/{job}").exists():
+            break
+        time.sleep(0.1)
+    assert not Path(f"/proc/{job}").exists()
+
+
+@needs_compiler
+def test_a_process_that_does_not_start_is_said(monkeypatch, server):
+    monkeypatch.setattr(compiler.sys, "executable", "/bin/false")
+    with pytest.raises(
+        CompileFailed, match="start: the compiler.s process ended early: it said nothing"
+    ):
+        one(SOLUTION, SOFTMAX)
 
 
 # ---------------------------------------------------------------- Gluon, for one card
