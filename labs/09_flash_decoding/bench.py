@@ -216,11 +216,15 @@ def launches(
     group=4,
     page=16,
     dtype="float16",
+    overlap=False,
 ) -> dict:
     """Launcher name -> a call that launches its kernel once, for the X-ray to compile.
 
-    num_warps and num_stages: None leaves each launcher its own.
+    num_warps and num_stages: None leaves each launcher its own. overlap: as on a card that may
+    begin a kernel before the one in front of it has ended (handout section 5).
     """
+    if overlap:
+        fd.capability = lambda device: (9, 0)
     kind = getattr(torch, dtype)
     q = torch.empty(1, 2 * group, 1, head_dim, dtype=kind)
     kv = torch.empty(1, 2, 4 * block_n, head_dim, dtype=kind)

@@ -7,17 +7,11 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
-import os
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from labs import _impl
 from labs._harness import memory, oracle, runtime
 from labs._harness.cases import (
     check_compiles,
@@ -850,72 +844,28 @@ def test_merge_kernel_compiles_for_every_card(lab, request):
     check_compiles(lab, request, "merge_partials")
 
 
-# Compiles what a lab's launchers would launch on a Hopper card, in a process without the
-# interpreter, and prints a JSON line for each kernel.
-FOR_HOPPER = """
-import json, sys
-from labs import _impl
-from labs._harness import compiler, runtime
-
-lab, file, *launchers = sys.argv[1:]
-version = runtime.setup().triton_version
-runtime.setup = lambda: runtime.Runtime("cpu", False, version, "compiling only")
-runtime.check_launch = lambda **tensors: None
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-fd = _impl.load(lab, file)
-fd.capability = lambda device: (9, 0)
-launches = _impl.load(lab, str(_impl.LABS / lab / "bench.py")).launches(fd)
-for name in launchers:
-    for one in compiler._record(launches[name]):
-        source = ASTSource(one.fn, one.signature, one.constexprs, one.attrs)
-        target = GPUTarget("cuda", 90, 32)
-        ptx = triton.compile(source, target=target, options=dict(one.options)).asm["ptx"]
-        place = one.fn.arg_names.index("PDL")
-        said = [one.constexprs[place,], one.options.get("launch_pdl")]
-        print(json.dumps([one.fn.__name__, said, ptx]))
-"""
-EVENTS = {
-    "wait": r"griddepcontrol\.wait",
-    "launch": r"griddepcontrol\.launch_dependents",
-    "load": r"\bld\.global|\bcp\.async\.c[ag]",
-    "store": r"\bst\.global",
-    "product": r"\bmma\.sync|\bwgmma\.mma_async",
-}
-
-
-def events_on_hopper(lab, tmp_path, *launchers) -> dict[str, list[str]]:
-    """Kernel -> what its PTX for sm_90 does, in order, of EVENTS; launched as on such a card."""
-    folder = str(tmp_path)
-    env = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": folder}
-    env |= {"PYTHONPATH": str(_impl.ROOT), "TRITON_CACHE_DIR": folder}
-    command = [sys.executable, "-c", FOR_HOPPER, "09_flash_decoding", str(lab.file), *launchers]
-    done = subprocess.run(command, env=env, cwd=_impl.ROOT, capture_output=True, text=True)
-    said = " | ".join(done.stderr.strip().splitlines()[-4:])
-    assert done.returncode == 0, f"{', '.join(launchers)}, compiled as for a Hopper card: {said}"
+def order_on_hopper(lab, request, *launchers) -> dict[str, list[str]]:
+    """Kernel -> what its PTX for sm_90 does, one after another; launched as on such a card."""
     found = {}
-    for line in done.stdout.splitlines():
-        kernel, said, ptx = json.loads(line)
-        assert said == [True, True], f"{kernel}: PDL and launch_pdl are one choice: got {said}"
-        lines = ptx.splitlines()
-        found[kernel] = [what for x in lines for what in EVENTS if re.search(EVENTS[what], x)]
+    for launcher in launchers:
+        on_hopper = {"archs": ("sm_90",), "overlap": True, "may_spill": True}
+        for c in check_compiles(lab, request, launcher, **on_hopper):
+            assert c.early, f"{c.kernel} waits, but it is launched without launch_pdl"
+            found[c.kernel] = c.order
     return found
 
 
-def check_waits(kernel, events):
+def check_waits(kernel, order):
     """The wait stands before all that touches global memory."""
-    assert events[:1] == ["wait"], (
+    assert order[:1] == ["wait"], (
         f"{kernel} is launched before the kernel in front of it has ended, and must wait before "
-        f"its first load: its PTX for sm_90 begins with {', '.join(events[:4])}"
+        f"its first load: its PTX for sm_90 begins with {', '.join(order[:4])}"
     )
 
 
-def check_lets_the_next_begin(kernel, events):
-    assert "launch" in events, f"{kernel} waits, but never lets the next kernel begin"
-    assert events.index("launch") < events.index("product"), (
+def check_lets_the_next_begin(kernel, order):
+    assert "launch" in order, f"{kernel} waits, but never lets the next kernel begin"
+    assert order.index("launch") < order.index("product"), (
         f"{kernel} lets the next kernel begin only after its loop: there is nothing left to overlap"
     )
 
@@ -928,17 +878,17 @@ def waits(kernel) -> bool:
 @step4
 @needs_compiler
 @pytest.mark.timeout(120)
-def test_kernels_wait_for_the_kernel_before(lab, tmp_path):
+def test_kernels_wait_for_the_kernel_before(lab, request):
     kernels = {"split_partials": lab._split_kernel, "merge_partials": lab._merge_kernel}
     launchers = [name for name, kernel in kernels.items() if waits(kernel)]
     if not launchers:
         pytest.skip("optional: no kernel calls gdc_wait (handout section 5)")
-    for kernel, events in events_on_hopper(lab, tmp_path, *launchers).items():
-        check_waits(kernel, events)
+    for kernel, order in order_on_hopper(lab, request, *launchers).items():
+        check_waits(kernel, order)
         if kernel == "_split_kernel":
-            check_lets_the_next_begin(kernel, events)
+            check_lets_the_next_begin(kernel, order)
         else:
-            assert "launch" not in events, (
+            assert "launch" not in order, (
                 f"{kernel} lets the next kernel begin, which made the whole 10% slower on an H200 "
                 "(handout section 5)"
             )
@@ -1255,12 +1205,12 @@ def test_paged_kernel_compiles_for_every_card(lab, request):
 @step5
 @needs_compiler
 @pytest.mark.timeout(120)
-def test_paged_kernel_waits_for_the_kernel_before(lab, tmp_path):
+def test_paged_kernel_waits_for_the_kernel_before(lab, request):
     if not waits(lab._paged_split_kernel):
         pytest.skip("optional: _paged_split_kernel does not call gdc_wait (handout section 5)")
-    for kernel, events in events_on_hopper(lab, tmp_path, "paged_partials").items():
-        check_waits(kernel, events)
-        check_lets_the_next_begin(kernel, events)
+    for kernel, order in order_on_hopper(lab, request, "paged_partials").items():
+        check_waits(kernel, order)
+        check_lets_the_next_begin(kernel, order)
 
 
 @step5

@@ -68,7 +68,7 @@ def check_not_written(**results) -> None:
         )
 
 
-def check_compiles(lab, request, launcher: str, *contains: str, **options) -> None:
+def check_compiles(lab, request, launcher: str, *contains: str, **options) -> list:
     """`xray.check` of the code under test; results are kept, but not with -p no:cacheprovider."""
     cached = hasattr(request.config, "cache")
-    xray.check(request.path, lab.file, launcher, cached, contains=contains, **options)
+    return xray.check(request.path, lab.file, launcher, cached, contains=contains, **options)

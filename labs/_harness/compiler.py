@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import hashlib
 import inspect
+import itertools
 import json
 import linecache
 import multiprocessing
@@ -57,6 +59,9 @@ class Compiled:
         registers: a thread's. spill: bytes a thread keeps in local memory, because registers ran
             out.
         instructions: counts of tensor-core and asynchronous-copy instructions in the PTX.
+        order: what the PTX does one after another, equal ones in a row once: "load", "store",
+            "product", and of programmatic dependent launch "wait" and "launch".
+        early: launched so that it may begin before the kernel in front of it has ended.
         serialized: the assembler lets wgmma instructions wait for one another (its remark C7510
             and the like): asynchronous in the source only.
         lost: it destroys a wgmma's operand in a loop (see `sass`): the results would be wrong.
@@ -78,6 +83,8 @@ class Compiled:
     registers: int = 0
     spill: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    early: bool = False
     serialized: bool = False
     lost: bool = False
     seconds: float = 0.0
@@ -358,6 +365,7 @@ def _compile(launch: _Launch, blank: Compiled) -> Compiled:
         num_warps=options.get("num_warps", blank.num_warps),
         num_stages=options.get("num_stages", blank.num_stages),
         gluon=getattr(launch.fn, "is_gluon", bool)(),
+        early=bool(options.get("launch_pdl")),
     )
     start = time.monotonic()
     try:
@@ -384,6 +392,7 @@ def _compile(launch: _Launch, blank: Compiled) -> Compiled:
             name: len(re.findall(pattern, kernel.asm["ptx"]))
             for name, pattern in _INSTRUCTIONS.items()
         }
+        result.order = _order(kernel.asm["ptx"])
         if _FROM_REGISTERS.search(kernel.asm["ptx"]):
             result.lost = bool(sass.lost_operands(_cuobjdump(kernel.asm["cubin"], "-sass")))
     result.seconds = time.monotonic() - start
@@ -396,6 +405,22 @@ _INSTRUCTIONS = {
     "cp.async": r"\bcp\.async\.c[ag]",
     "bulk": r"\bcp\.async\.bulk",
 }
+
+
+_STEPS = {
+    "wait": r"griddepcontrol\.wait",
+    "launch": r"griddepcontrol\.launch_dependents",
+    "load": r"\bld\.global|\bcp\.async\.c[ag]",
+    "store": r"\bst\.global",
+    "product": r"\bmma\.sync|\bwgmma\.mma_async",
+}
+
+
+def _order(ptx: str) -> list[str]:
+    """See Compiled.order."""
+    patterns = "|".join(f"(?P<{name}>{pattern})" for name, pattern in _STEPS.items())
+    found = [match.lastgroup for match in re.finditer(patterns, ptx)]
+    return [name for name, _ in itertools.groupby(found)]
 
 
 _FROM_REGISTERS = re.compile(r"wgmma\.mma_async\S* \{[^}]*\}, \{")  # a left operand in registers
@@ -603,6 +628,7 @@ def _serve(asked: socket.socket) -> None:
     runtime.setup = lambda: runtime.Runtime("cpu", False, version, "compiling only")
     runtime.check_launch = gluon_emulator.check_launch = lambda **tensors: None
     triton_private.warm_up()  # imports the compiler, too: once, for all jobs
+    gc.freeze()  # the forks' collectors then leave this process's pages alone
     jobs: dict[int, tuple[int, socket.socket]] = {}  # file of the process -> process, connection
     while True:
         waits = {connection.fileno(): file for file, (_, connection) in jobs.items()}

@@ -7,6 +7,7 @@ name, each says so in the same words, and tests that need it skip with that reas
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 
@@ -123,10 +124,13 @@ def _instance(jit_function):
 
 
 def warm_up() -> None:
-    """Computes the hash of Triton's own files, which each fork would compute again (0.3 s).
+    """Does what each fork that compiles would do again: 0.3 s for the hash of Triton's own files,
+    0.1 s for a module that is imported late.
 
-    Only a matter of time: where a release has moved it, nothing is lost.
+    Only a matter of time: where a release has moved them, nothing is lost.
     """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton.compiler.code_generator")
     for module in ("triton.runtime.cache", "triton.compiler.compiler"):
         triton_key = getattr(importlib.import_module(module), "triton_key", None)
         if callable(triton_key):

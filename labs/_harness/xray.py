@@ -215,10 +215,11 @@ def check(
     launcher: str,
     cached: bool = True,
     *,
+    archs: tuple[str, ...] = (),
     may_spill: bool = False,
     contains: tuple[str, ...] = (),
     **options,
-) -> None:
+) -> list[Compiled]:
     """Fails unless a launcher's kernels compile for every card of the lab and fit, without spills.
 
     Args:
@@ -226,16 +227,20 @@ def check(
         file: the implementation under test.
         launcher: name of its function.
         cached: keep results under runs/.
+        archs: the cards, if not all of the lab.
         may_spill: let registers spill, which is slow and not wrong.
         contains: instructions that each kernel must have, such as "wgmma" or "bulk".
         **options: of the lab's `launches`, where its defaults are not meant.
+
+    Returns:
+        The kernels.
 
     Raises:
         NotImplementedError: with the reminder of a step that is not written.
         AssertionError: says what went wrong, where, and why the interpreter did not mind.
     """
     xray = XRay(lab, str(file), cache=CACHE if cached else None)
-    units = [xray.unit(launcher, arch, **options) for arch in xray.archs]
+    units = [xray.unit(launcher, arch, **options) for arch in archs or xray.archs]
     try:
         xray.compile(units)
     except CompileFailed as error:
@@ -253,6 +258,7 @@ def check(
                 f"{c.kernel} has no {_INSTRUCTION_NAMES[name]} instruction for {c.arch}: got "
                 f"{', '.join(f'{n} {k}' for k, n in c.instructions.items() if n) or 'none of any'}"
             )
+    return kernels
 
 
 _INSTRUCTION_NAMES = {

@@ -657,6 +657,26 @@ def test_a_process_that_does_not_start_is_said(monkeypatch, server):
         one(SOLUTION, SOFTMAX)
 
 
+def test_the_order_of_what_a_kernel_does():
+    ptx = """
+        griddepcontrol.wait;
+        ld.global.b32 %r1, [%rd1];
+        cp.async.cg.shared.global [ %r2 + 0 ], [ %rd2 + 0 ], 0x10, 0x10;
+        ld.shared.b32 %r3, [%r2];
+        griddepcontrol.launch_dependents;
+        mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %r4 }, { %r5 }, { %r6 }, { %r4 };
+        st.global.b32 [%rd3], %r4;
+    """
+    assert compiler._order(ptx) == ["wait", "load", "launch", "product", "store"]
+
+
+@needs_compiler
+def test_check_gives_the_kernels_of_the_cards_asked_for():
+    kernels = xray.check(LAB, SOLUTION, SOFTMAX, False, archs=("sm_90", "sm_120"))
+    assert sorted(c.arch for c in kernels) == ["sm_120", "sm_90"]
+    assert all((c.order[0], c.order[-1], c.early) == ("load", "store", False) for c in kernels)
+
+
 # ---------------------------------------------------------------- Gluon, for one card
 
 HOPPER_LAB = "11_warp_specialization"
