@@ -132,13 +132,13 @@ SMALL = _tile(64, 32, 4, 2)  # for cards other than Hopper
 
 
 def _tma_tile(D, T, causal) -> dict:
-    """Two small programs on a multiprocessor where a program is short, else one large one."""
+    """Small programs, several on a multiprocessor, where rows are short; else large ones."""
     if not _hopper():
         return SMALL
     if D <= 64:
-        return _tile(64, 64, 4, 2) if causal and T <= 512 else _tile(128, 64, 8, 3)
+        return _tile(64 if causal and T <= 1024 else 128, 64, 4, 3)
     if D <= 128:
-        return _tile(64, 64, 4, 3) if T <= (2048 if causal else 1024) else _tile(128, 64, 8, 3)
+        return _tile(64, 64, 4, 3) if T <= 2048 else _tile(128, 64, 8, 3)
     return _tile(128, 32, 8, 2)
 
 
@@ -191,6 +191,7 @@ PLAIN = [  # block_m, block_n, num_warps, num_stages
 ]
 DESCRIPTORS = [  # and whether it is warp specialised
     *itertools.product((128,), (64, 128), (8,), (2, 3), (False,)),
+    *itertools.product((128,), (64,), (4,), (2, 3), (False,)),
     *itertools.product((64,), (32, 64, 128), (4,), (2, 3), (False,)),
     *itertools.product((128,), (64, 128), (4,), (2, 3), (True,)),
 ]
@@ -204,21 +205,21 @@ def candidates(fa, D, causal) -> list[Provider]:
         config = fa.Config(m, n, w, s, late)
         run = functools.partial(_with_config, fa, causal, config)
         found.append(Provider(DEFAULT, run, yours=True, kernel=True, config=text))
-    for group in (1, 4, 1 << 20):
-        config = fa.Config(128, 64, 8, 3, True)
-        run = functools.partial(_with_config, fa, causal, config, group=group)
-        text = f"128x64 w8 s3 late, groups of {group if group < 1 << 20 else 'all'}"
-        found.append(Provider(DEFAULT, run, yours=True, kernel=True, config=text))
     for m, n, w, s, specialised in DESCRIPTORS:
         tile = _tile(m, n, w, s) | {"warp_specialize": specialised}
         run = functools.partial(_with_descriptors, fa, causal, tile)
         text = f"{m}x{n} w{w} s{s} tma{' specialised' if specialised else ''}"
         found.append(Provider(DEFAULT, run, yours=True, kernel=True, config=text))
+    for group in (1, 4, 16, 64, 1 << 20):
+        tile = _tile(64, 64, 4, 3) | {"warp_specialize": False, "group": group}
+        run = functools.partial(_with_descriptors, fa, causal, tile)
+        text = f"64x64 w4 s3 tma, groups of {group if group < 1 << 20 else 'all'}"
+        found.append(Provider(DEFAULT, run, yours=True, kernel=True, config=text))
     return found
 
 
-def _with_config(fa, causal, config, q, k, v, group=None):
-    return fa.attention_tuned(q, k, v, causal, config=config, group=group)[0]
+def _with_config(fa, causal, config, q, k, v):
+    return fa.attention_tuned(q, k, v, causal, config=config)[0]
 
 
 def _with_descriptors(fa, causal, tile, q, k, v):

@@ -113,6 +113,7 @@ if triton is not None:
         BLOCK_M: tl.constexpr = acc.shape[0]
         offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
         out_ptrs = _pointers(out_ptr, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
+        l_i = tl.sum(l_i, axis=1)  # (BLOCK_M,), its parts until here
         out = acc * (1.0 / l_i)[:, None]  # (BLOCK_M, D); a division is 10 instructions: one a row
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=offs_m[:, None] < T)
         unit = tl.where(tl.abs(m_i) < HUGE / 2**SHIFT, LN2, LN2 * slope / steep)  # (BLOCK_M,)
@@ -123,12 +124,26 @@ if triton is not None:
 if triton is not None:
 
     @triton.jit
+    def _sums(p, PARTS: tl.constexpr):
+        """(BLOCK_M, PARTS): the sums of columns 0, PARTS, 2 PARTS, ..., of 1, PARTS + 1, and so on.
+
+        One part is the sum of a row. Eight are for step 5.
+        """
+        if PARTS == 1:
+            sums = tl.sum(p, axis=1)[:, None]  # (BLOCK_M, 1)
+        else:
+            columns = tl.reshape(p, (p.shape[0], p.shape[1] // PARTS, PARTS))
+            sums = tl.sum(columns, axis=1)  # (BLOCK_M, PARTS)
+        return sums
+
+    @triton.jit
     def _weights(s, m_i, l_i, slope, steep, SHIFT: tl.constexpr = 0):
         """Folds one tile of raw scores into the running state.
 
         Args:
             s: (BLOCK_M, BLOCK_N), q k^T, not scaled; -inf where a query does not see the key.
-            m_i, l_i: (BLOCK_M,), running maximum in units of log 2, and running sum.
+            m_i: (BLOCK_M,), running maximum in units of log 2.
+            l_i: (BLOCK_M, parts), running sum, in the parts that `_sums` gives; 1 until step 5.
             slope, steep: see `_prepare`; a number, or (BLOCK_M,).
             SHIFT: p, and with it l_i, is multiplied by 2**SHIFT: step 6; until then it is 0.
 
@@ -263,7 +278,7 @@ if triton is not None:
         q_ptrs = _pointers(q_ptr, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
         q = _load(q_ptrs, pid_m * BLOCK_M, T, True)  # (BLOCK_M, D)
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        l_i = tl.zeros((BLOCK_M, 1), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
         full, hi = _ranges(pid_m, S, BLOCK_M, BLOCK_N, CAUSAL)
         if LATE:
@@ -398,7 +413,7 @@ def makespan(work, slots) -> float:
 
 
 def heads_per_group(S, D, itemsize, cache_bytes) -> int:
-    """How many heads go in a group: K and V of all of them take half of the L2 cache at most."""
+    """Heads of a group: 4, or as many as have their K and V in half of the L2 cache; 1 at least."""
     # TODO step 3 (1 line; handout section 4)
     raise NotImplementedError("lab 10 step 3: write heads_per_group")
 
@@ -410,12 +425,14 @@ def _cache_bytes(device) -> int:
     )
 
 
-def _sizes(q, k, heads, group):
+def _sizes(q, k, heads, group, causal):
     """T, S, heads, group, bucket: the whole-number arguments of `_ordered_kernel`."""
     T, D = q.shape[2:]
     S = k.shape[2]
     if group is None:
-        group = heads_per_group(S, D, q.element_size(), _cache_bytes(q.device))
+        group = 1  # all tiles are alike: head by head
+        if causal:
+            group = heads_per_group(S, D, q.element_size(), _cache_bytes(q.device))
     if type(group) is not int or group < 1:
         raise ValueError(f"group must be a whole number from 1 up: got {group!r}")
     return T, S, heads, min(group, heads), max(16, triton.next_power_of_2(T))
@@ -439,12 +456,12 @@ def attention_ordered(
     tiles first within groups of heads whose keys and values fit the L2 cache.
 
     Args and returns: as `attention_exp2`, and
-        group: heads in a group, from 1 up; None means `heads_per_group`.
+        group: heads in a group, from 1 up; None means `heads_per_group` when causal, else 1.
 
     There is one grid axis: any B * H.
     """
     tensors, slopes, tiles, heads = _prepare(q, k, v, causal, scale, block_m, block_n)
-    sizes = _sizes(q, k, heads, group)
+    sizes = _sizes(q, k, heads, group, causal)
     with torch.cuda.device_of(q):  # the current device may be another GPU
         _ordered_kernel[(tiles * heads,)](
             *tensors,
@@ -686,7 +703,7 @@ def attention_tuned(q, k, v, causal=False, scale=None, config=None, tune=True, g
         extra = {"BLOCK_M": m, "BLOCK_N": config.block_n, "LATE": config.late}
         extra |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     tensors, slopes, _, heads = _prepare(q, k, v, causal, scale, m, extra.get("BLOCK_N", 16))
-    sizes = _sizes(q, k, heads, group)
+    sizes = _sizes(q, k, heads, group, causal)
     T, D = q.shape[2:]
     with torch.cuda.device_of(q):  # the current device may be another GPU
         kernel[lambda meta: (triton.cdiv(T, meta["BLOCK_M"]) * heads,)](
@@ -731,7 +748,7 @@ if triton is not None:
         v_desc,
         bh,
         offs_m,
-        lo,
+        full,
         hi,
         S,
         slope,
@@ -743,9 +760,14 @@ if triton is not None:
         ON_HOST: tl.constexpr,
         WARP_SPECIALIZE: tl.constexpr,
     ):
-        """As `_keys`, with tiles that the copy engine fetches by their place: no pointers."""
-        # TODO step 5 (about 9 lines; handout section 6)
-        #   as _keys, in a tl.range that takes WARP_SPECIALIZE; tiles come by _fetch
+        """Folds keys 0 to hi - 1 into the state; without MASKED every row must see all of them.
+
+        With MASKED, tiles from `full` on are masked; all of them if WARP_SPECIALIZE or D > 128. One
+        loop, so that tiles are asked for ahead up to the last.
+        """
+        # TODO step 5 (about 12 lines; handout section 6)
+        #   as _keys, in a tl.range that takes WARP_SPECIALIZE; tiles come by _fetch; if MASKED,
+        #   _hide, on a condition or without one
         tl.static_assert(False, "lab 10 step 5: write _tma_keys")
 
     @triton.jit
@@ -766,16 +788,17 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
         CAUSAL: tl.constexpr,
         RAGGED: tl.constexpr,
+        PARTS: tl.constexpr,
         ON_HOST: tl.constexpr,
         WARP_SPECIALIZE: tl.constexpr,
     ):
         """q_desc, k_desc, v_desc: descriptors of all heads if ON_HOST, otherwise pointers."""
-        # TODO step 5 (about 26 lines; handout section 6)
+        # TODO step 5 (about 22 lines; handout section 6)
         #   head and tile as in step 3; tiles come by _fetch, out and lse go by pointers
         #   not ON_HOST: descriptors of this head's rows, tl.make_tensor_descriptor(base, shape,
         #   strides, block)
-        #   specialised: q has a row number of its own; one loop, masked if any tile needs it;
-        #   otherwise two loops
+        #   specialised: q has a row number of its own
+        #   MASKED if any tile needs it: causal, or a ragged end
         tl.static_assert(False, "lab 10 step 5: write _tma_kernel")
 
 
@@ -830,7 +853,8 @@ def attention_tma(
         raise ValueError(f"warp_specialize needs num_warps=4, block_m=128 and sm_90: got {got}")
     specialised = can if warp_specialize is None else warp_specialize
     on_host = _has_copy_engine(q.device) and not specialised
-    T, S, heads, group, _ = _sizes(q, k, heads, group)
+    hopper = capability(q.device)[0] == 9  # whose products leave a warp whole rows
+    T, S, heads, group, _ = _sizes(q, k, heads, group, causal)
     D, sources = q.shape[3], tensors[:3]
     with torch.cuda.device_of(q):  # the current device may be another GPU
         if on_host:
@@ -850,6 +874,7 @@ def attention_tma(
             BLOCK_N=block_n,
             CAUSAL=causal,
             RAGGED=S % block_n != 0,
+            PARTS=8 if hopper and not specialised else 1,
             ON_HOST=on_host,
             WARP_SPECIALIZE=specialised,
             num_warps=num_warps,
@@ -1056,8 +1081,6 @@ def attend_fp8(
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number: got {scale}")
-    if group is None:
-        group = heads_per_group(S, D, 1, _cache_bytes(device))
     if isinstance(v, Quantised):
         values, v_scales, shift, v_tile = v.values, v.scales, 8, (D, block_n)
     else:
@@ -1066,13 +1089,13 @@ def attend_fp8(
     sources, on_host = (k.values, values), _has_copy_engine(device)
     if on_host:
         sources = _descriptor(k.values, block_n, D), _descriptor(values, *v_tile)
-    tiles, heads = triton.cdiv(T, block_m), B * H
     out = torch.empty(B, H, T, D, dtype=out_dtype, device=device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=device)
     with torch.cuda.device_of(q.values):  # the current device may be another GPU
-        _fp8_kernel[(tiles * heads,)](
+        _fp8_kernel[(triton.cdiv(T, block_m) * B * H,)](
             *(q.values, *sources, q.scales, k.scales, v_scales, out, lse),
-            *(T, S, heads, min(group, heads), scale * math.log2(math.e)),
+            *_sizes(q.values, k.values, B * H, group, causal)[:4],
+            scale * math.log2(math.e),
             D=D,
             BLOCK_M=block_m,
             BLOCK_N=block_n,

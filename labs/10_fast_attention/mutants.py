@@ -60,7 +60,7 @@ STEP_1 = [
         W,
         "test_exp2_score_ranges",
         "l is not rescaled as the maximum grows",
-        ("l_i = l_i * alpha + ", "l_i = l_i + "),
+        ("l_i = l_i * alpha[:, None] + ", "l_i = l_i + "),
     ),
     bug(
         "weights-tile-max",
@@ -468,9 +468,28 @@ STEP_3 = [
         "test_heads_per_group",
         "a head too large for the cache makes a group of none",
         (
-            "max(1, cache_bytes // 2 // (2 * S * D * itemsize))",
+            "max(1, min(4, cache_bytes // 2 // (2 * S * D * itemsize)))",
+            "min(4, cache_bytes // 2 // (2 * S * D * itemsize))",
+        ),
+    ),
+    waste(
+        "group-of-all-that-fit",
+        3,
+        "heads_per_group",
+        "test_heads_per_group",
+        "as many heads as fit: where rows are short a tile's keys are needed again much later",
+        (
+            "min(4, cache_bytes // 2 // (2 * S * D * itemsize))",
             "cache_bytes // 2 // (2 * S * D * itemsize)",
         ),
+    ),
+    waste(
+        "order-full-in-groups",
+        3,
+        "_sizes",
+        "test_ordered_groups_heads_when_causal",
+        "tiles that are all alike are not computed head by head",
+        ("        if causal:\n            group", "        if True:\n            group"),
     ),
     bug(
         "group-keys-only",
@@ -487,8 +506,8 @@ STEP_3 = [
         "test_ordered_takes_any_number_of_heads",
         "more than 65,535 heads are refused though there is one grid axis only",
         (
-            "sizes = _sizes(q, k, heads, group)",
-            "sizes = _sizes(q, k, heads, group)\n    _check_grid(heads)",
+            "sizes = _sizes(q, k, heads, group, causal)",
+            "sizes = _sizes(q, k, heads, group, causal)\n    _check_grid(heads)",
         ),
     ),
 ]
@@ -823,10 +842,10 @@ STEP_5 = [
     waste(
         "tma-all-masked",
         5,
-        "_tma_kernel",
+        "_tma_keys",
         "test_tma_masks_only_where_needed",
         "every tile is masked, whole ones, too (handout section 3)",
-        ("CAUSAL, False, ON_HOST, False)", "CAUSAL, True, ON_HOST, False)"),
+        ("elif start_n >= full:", "elif start_n >= 0:"),
     ),
     waste(
         "tma-specialised-all-masked",
@@ -835,6 +854,36 @@ STEP_5 = [
         "test_tma_specialised_form_masks_all_or_nothing",
         "the one loop of the specialised form masks where no tile needs it (handout section 6)",
         ("CAUSAL or RAGGED, ON_HOST", "True, ON_HOST"),
+    ),
+    bug(
+        "tma-masks-one-tile-late",
+        5,
+        "_tma_keys",
+        "test_tma",
+        "the first tile that a mask cuts is not masked",
+        ("elif start_n >= full:", "elif start_n > full:"),
+    ),
+    waste(
+        "tma-two-loops",
+        5,
+        "_tma_kernel",
+        "test_tma_compiles_for_hopper",
+        "whole tiles in one loop, the others in another: its copies start when the first has ended",
+        (
+            """offs_m, full, hi, S, slope,
+                                  steep, D, BLOCK_N, CAUSAL, CAUSAL or RAGGED, ON_HOST,
+                                  WARP_SPECIALIZE)
+""",
+            """offs_m, full, full, S, slope,
+                                  steep, D, BLOCK_N, CAUSAL, False, ON_HOST, False)
+        for start_n in range(full, hi, BLOCK_N):
+            k = _fetch(k_desc, bh, start_n, 0, BLOCK_N, D, ON_HOST)
+            v = _fetch(v_desc, bh, start_n, 0, BLOCK_N, D, ON_HOST)
+            s = _hide(tl.dot(q, tl.trans(k)), start_n, offs_m, S, BLOCK_N, CAUSAL)
+            p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+""",
+        ),
     ),
     waste(
         "tma-not-specialised",

@@ -110,6 +110,7 @@ if triton is not None:
         BLOCK_M: tl.constexpr = acc.shape[0]
         offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
         out_ptrs = _pointers(out_ptr, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
+        l_i = tl.sum(l_i, axis=1)  # (BLOCK_M,), its parts until here
         out = acc * (1.0 / l_i)[:, None]  # (BLOCK_M, D); a division is 10 instructions: one a row
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=offs_m[:, None] < T)
         unit = tl.where(tl.abs(m_i) < HUGE / 2**SHIFT, LN2, LN2 * slope / steep)  # (BLOCK_M,)
@@ -120,12 +121,26 @@ if triton is not None:
 if triton is not None:
 
     @triton.jit
+    def _sums(p, PARTS: tl.constexpr):
+        """(BLOCK_M, PARTS): the sums of columns 0, PARTS, 2 PARTS, ..., of 1, PARTS + 1, and so on.
+
+        One part is the sum of a row. Eight are for step 5.
+        """
+        if PARTS == 1:
+            sums = tl.sum(p, axis=1)[:, None]  # (BLOCK_M, 1)
+        else:
+            columns = tl.reshape(p, (p.shape[0], p.shape[1] // PARTS, PARTS))
+            sums = tl.sum(columns, axis=1)  # (BLOCK_M, PARTS)
+        return sums
+
+    @triton.jit
     def _weights(s, m_i, l_i, slope, steep, SHIFT: tl.constexpr = 0):
         """Folds one tile of raw scores into the running state.
 
         Args:
             s: (BLOCK_M, BLOCK_N), q k^T, not scaled; -inf where a query does not see the key.
-            m_i, l_i: (BLOCK_M,), running maximum in units of log 2, and running sum.
+            m_i: (BLOCK_M,), running maximum in units of log 2.
+            l_i: (BLOCK_M, parts), running sum, in the parts that `_sums` gives; 1 until step 5.
             slope, steep: see `_prepare`; a number, or (BLOCK_M,).
             SHIFT: p, and with it l_i, is multiplied by 2**SHIFT: step 6; until then it is 0.
 
@@ -144,7 +159,7 @@ if triton is not None:
         # From HUGE / 2 on float32 is spaced by 16 and more: 8 would be rounded to 0 or 16.
         shift = tl.where(tl.abs(m_new) < HUGE / 2, SHIFT, 0.0)  # (BLOCK_M,)
         p = tl.exp2(tl.fma(s, factor[:, None], (shift - m_new)[:, None]))  # (BLOCK_M, BLOCK_N)
-        l_i = l_i * alpha + tl.sum(p, axis=1)
+        l_i = l_i * alpha[:, None] + _sums(p, l_i.shape[1])
         return p, alpha, l_i, m_new
 
     @triton.jit
@@ -172,7 +187,7 @@ if triton is not None:
         q = _load(q_ptrs, pid_m * BLOCK_M, T, True)  # (BLOCK_M, D)
         # Running state of the query tile: row maximum, row sum, unnormalised output.
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        l_i = tl.zeros((BLOCK_M, 1), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
         hi = tl.minimum(S, (pid_m + 1) * BLOCK_M) if CAUSAL else S
         for start_n in range(0, hi, BLOCK_N):
@@ -299,7 +314,7 @@ if triton is not None:
         q_ptrs = _pointers(q_ptr, pid_m * BLOCK_M, D, BLOCK_M)  # (BLOCK_M, D)
         q = _load(q_ptrs, pid_m * BLOCK_M, T, True)  # (BLOCK_M, D)
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        l_i = tl.zeros((BLOCK_M, 1), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
         full, hi = _ranges(pid_m, S, BLOCK_M, BLOCK_N, CAUSAL)
         if LATE:
@@ -444,8 +459,8 @@ def makespan(work, slots) -> float:
 
 
 def heads_per_group(S, D, itemsize, cache_bytes) -> int:
-    """How many heads go in a group: K and V of all of them take half of the L2 cache at most."""
-    return max(1, cache_bytes // 2 // (2 * S * D * itemsize))
+    """Heads of a group: 4, or as many as have their K and V in half of the L2 cache; 1 at least."""
+    return max(1, min(4, cache_bytes // 2 // (2 * S * D * itemsize)))
 
 
 def _cache_bytes(device) -> int:
@@ -455,12 +470,14 @@ def _cache_bytes(device) -> int:
     )
 
 
-def _sizes(q, k, heads, group):
+def _sizes(q, k, heads, group, causal):
     """T, S, heads, group, bucket: the whole-number arguments of `_ordered_kernel`."""
     T, D = q.shape[2:]
     S = k.shape[2]
     if group is None:
-        group = heads_per_group(S, D, q.element_size(), _cache_bytes(q.device))
+        group = 1  # all tiles are alike: head by head
+        if causal:
+            group = heads_per_group(S, D, q.element_size(), _cache_bytes(q.device))
     if type(group) is not int or group < 1:
         raise ValueError(f"group must be a whole number from 1 up: got {group!r}")
     return T, S, heads, min(group, heads), max(16, triton.next_power_of_2(T))
@@ -484,12 +501,12 @@ def attention_ordered(
     tiles first within groups of heads whose keys and values fit the L2 cache.
 
     Args and returns: as `attention_exp2`, and
-        group: heads in a group, from 1 up; None means `heads_per_group`.
+        group: heads in a group, from 1 up; None means `heads_per_group` when causal, else 1.
 
     There is one grid axis: any B * H.
     """
     tensors, slopes, tiles, heads = _prepare(q, k, v, causal, scale, block_m, block_n)
-    sizes = _sizes(q, k, heads, group)
+    sizes = _sizes(q, k, heads, group, causal)
     with torch.cuda.device_of(q):  # the current device may be another GPU
         _ordered_kernel[(tiles * heads,)](
             *tensors,
@@ -746,7 +763,7 @@ def attention_tuned(q, k, v, causal=False, scale=None, config=None, tune=True, g
         extra = {"BLOCK_M": m, "BLOCK_N": config.block_n, "LATE": config.late}
         extra |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
     tensors, slopes, _, heads = _prepare(q, k, v, causal, scale, m, extra.get("BLOCK_N", 16))
-    sizes = _sizes(q, k, heads, group)
+    sizes = _sizes(q, k, heads, group, causal)
     T, D = q.shape[2:]
     with torch.cuda.device_of(q):  # the current device may be another GPU
         kernel[lambda meta: (triton.cdiv(T, meta["BLOCK_M"]) * heads,)](
@@ -791,7 +808,7 @@ if triton is not None:
         v_desc,
         bh,
         offs_m,
-        lo,
+        full,
         hi,
         S,
         slope,
@@ -803,13 +820,20 @@ if triton is not None:
         ON_HOST: tl.constexpr,
         WARP_SPECIALIZE: tl.constexpr,
     ):
-        """As `_keys`, with tiles that the copy engine fetches by their place: no pointers."""
-        for start_n in tl.range(lo, hi, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+        """Folds keys 0 to hi - 1 into the state; without MASKED every row must see all of them.
+
+        With MASKED, tiles from `full` on are masked; all of them if WARP_SPECIALIZE or D > 128. One
+        loop, so that tiles are asked for ahead up to the last.
+        """
+        for start_n in tl.range(0, hi, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
             k = _fetch(k_desc, bh, start_n, 0, BLOCK_N, D, ON_HOST)  # (BLOCK_N, D)
             v = _fetch(v_desc, bh, start_n, 0, BLOCK_N, D, ON_HOST)  # (BLOCK_N, D)
             s = tl.dot(q, tl.trans(k))  # (BLOCK_M, BLOCK_N)
             if MASKED:
-                s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
+                if WARP_SPECIALIZE or D > 128:  # no condition in the loop: see the handout
+                    s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
+                elif start_n >= full:
+                    s = _hide(s, start_n, offs_m, S, BLOCK_N, CAUSAL)  # (BLOCK_M, BLOCK_N)
             p, alpha, l_i, m_i = _weights(s, m_i, l_i, slope, steep)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
         return acc, l_i, m_i
@@ -832,6 +856,7 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
         CAUSAL: tl.constexpr,
         RAGGED: tl.constexpr,
+        PARTS: tl.constexpr,
         ON_HOST: tl.constexpr,
         WARP_SPECIALIZE: tl.constexpr,
     ):
@@ -849,19 +874,13 @@ if triton is not None:
             row = (pid_m + 1) * BLOCK_M - BLOCK_M
         q = _fetch(q_desc, bh, row, 0, BLOCK_M, D, ON_HOST)  # (BLOCK_M, D)
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        l_i = tl.zeros((BLOCK_M, PARTS), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
         full, hi = _ranges(pid_m, S, BLOCK_M, BLOCK_N, CAUSAL)
         # fmt: off
-        if WARP_SPECIALIZE:  # takes one loop only, so each tile is masked if any needs it
-            acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, bh, offs_m, 0, hi, S, slope,
-                                      steep, D, BLOCK_N, CAUSAL, CAUSAL or RAGGED, ON_HOST,
-                                      True)
-        else:
-            acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, bh, offs_m, 0, full, S,
-                                      slope, steep, D, BLOCK_N, CAUSAL, False, ON_HOST, False)
-            acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, bh, offs_m, full, hi, S,
-                                      slope, steep, D, BLOCK_N, CAUSAL, True, ON_HOST, False)
+        acc, l_i, m_i = _tma_keys(acc, l_i, m_i, q, k_desc, v_desc, bh, offs_m, full, hi, S, slope,
+                                  steep, D, BLOCK_N, CAUSAL, CAUSAL or RAGGED, ON_HOST,
+                                  WARP_SPECIALIZE)
         # fmt: on
         out_ptr, lse_ptr = out_ptr + head * T * D, lse_ptr + head * T
         _store(out_ptr, lse_ptr, acc, l_i, m_i, pid_m, T, slope, steep, D)
@@ -918,7 +937,8 @@ def attention_tma(
         raise ValueError(f"warp_specialize needs num_warps=4, block_m=128 and sm_90: got {got}")
     specialised = can if warp_specialize is None else warp_specialize
     on_host = _has_copy_engine(q.device) and not specialised
-    T, S, heads, group, _ = _sizes(q, k, heads, group)
+    hopper = capability(q.device)[0] == 9  # whose products leave a warp whole rows
+    T, S, heads, group, _ = _sizes(q, k, heads, group, causal)
     D, sources = q.shape[3], tensors[:3]
     with torch.cuda.device_of(q):  # the current device may be another GPU
         if on_host:
@@ -938,6 +958,7 @@ def attention_tma(
             BLOCK_N=block_n,
             CAUSAL=causal,
             RAGGED=S % block_n != 0,
+            PARTS=8 if hopper and not specialised else 1,
             ON_HOST=on_host,
             WARP_SPECIALIZE=specialised,
             num_warps=num_warps,
@@ -1093,7 +1114,7 @@ if triton is not None:
         slope = q_scale * slope  # (BLOCK_M,), the query's scale costs nothing in the loop
         steep = tl.exp2(tl.ceil(tl.log2(slope)))  # (BLOCK_M,)
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        l_i = tl.zeros((BLOCK_M, 1), tl.float32)
         acc = tl.zeros((BLOCK_M, D), tl.float32)
         full, hi = _ranges(pid_m, S, BLOCK_M, BLOCK_N, CAUSAL)
         k_scale_ptr += head * S
@@ -1206,8 +1227,6 @@ def attend_fp8(
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number: got {scale}")
-    if group is None:
-        group = heads_per_group(S, D, 1, _cache_bytes(device))
     if isinstance(v, Quantised):
         values, v_scales, shift, v_tile = v.values, v.scales, 8, (D, block_n)
     else:
@@ -1216,13 +1235,13 @@ def attend_fp8(
     sources, on_host = (k.values, values), _has_copy_engine(device)
     if on_host:
         sources = _descriptor(k.values, block_n, D), _descriptor(values, *v_tile)
-    tiles, heads = triton.cdiv(T, block_m), B * H
     out = torch.empty(B, H, T, D, dtype=out_dtype, device=device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=device)
     with torch.cuda.device_of(q.values):  # the current device may be another GPU
-        _fp8_kernel[(tiles * heads,)](
+        _fp8_kernel[(triton.cdiv(T, block_m) * B * H,)](
             *(q.values, *sources, q.scales, k.scales, v_scales, out, lse),
-            *(T, S, heads, min(group, heads), scale * math.log2(math.e)),
+            *_sizes(q.values, k.values, B * H, group, causal)[:4],
+            scale * math.log2(math.e),
             D=D,
             BLOCK_M=block_m,
             BLOCK_N=block_n,

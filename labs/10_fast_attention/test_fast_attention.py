@@ -788,6 +788,16 @@ def test_program_order_is_what_the_kernel_does(lab, device, tiles, heads, group,
 
 
 @step3
+@interpreter_only
+@causal_or_full
+def test_ordered_groups_heads_when_causal(lab, device, causal):
+    def run(q, k, v, block):
+        lab.attention_ordered(q, k, v, causal, block_m=block, block_n=block)
+
+    check_order(lab, run, 4 if causal else 1, causal, 16, F32, device, 2, 6)
+
+
+@step3
 def test_program_order_worked_examples(lab):
     assert lab.program_order(3, 2, 1, True) == [(0, 2), (0, 1), (0, 0), (1, 2), (1, 1), (1, 0)]
     assert lab.program_order(2, 2, 2, True) == [(0, 1), (1, 1), (0, 0), (1, 0)]
@@ -834,11 +844,12 @@ def test_longest_first_balances_a_card(lab):
 
 @step3
 def test_heads_per_group(lab):
-    assert lab.heads_per_group(4096, 128, 2, 50 << 20) == 12  # 2 MiB a head, half of 50
+    assert lab.heads_per_group(16384, 128, 2, 50 << 20) == 3  # 8 MiB a head, half of 50
+    assert lab.heads_per_group(16384, 128, 2, 47 << 20) == 2, "whole heads only: 2.94"
+    assert lab.heads_per_group(16384, 64, 2, 24 << 20) == 3
+    assert lab.heads_per_group(16384, 128, 1, 24 << 20) == 3, "one byte an element"
     assert lab.heads_per_group(1 << 20, 128, 2, 50 << 20) == 1, "at least one"
-    assert lab.heads_per_group(4096, 64, 2, 32 << 20) == 16
-    assert lab.heads_per_group(4096, 128, 1, 50 << 20) == 25, "one byte an element"
-    assert lab.heads_per_group(4096, 128, 2, 47 << 20) == 11, "whole heads only: 11.75"
+    assert lab.heads_per_group(512, 64, 2, 50 << 20) == 4, "four at most, however small"
 
 
 @step3
@@ -1121,7 +1132,7 @@ def test_autotuner_key(lab):
 def test_bucket_is_a_power_of_two(lab, device):
     for T, want in ((1, 16), (16, 16), (17, 32), (1000, 1024), (1024, 1024), (1025, 2048)):
         q = torch.empty(1, 1, T, 16, device=device)
-        assert lab._sizes(q, q, 1, None)[4] == want
+        assert lab._sizes(q, q, 1, None, False)[4] == want
 
 
 @step4
@@ -1385,18 +1396,24 @@ def test_tma_warp_specialised_compiles_for_hopper(lab, request, D):
 @pytest.mark.parametrize(
     ("D", "block_m", "block_n", "num_warps", "num_stages"),
     [
-        (64, 64, 64, 4, 2),
-        (64, 128, 64, 8, 3),
+        (64, 64, 64, 4, 3),
+        (64, 128, 64, 4, 3),
         (128, 64, 64, 4, 3),
         (128, 128, 64, 8, 3),
         (256, 128, 32, 8, 2),
     ],
 )
-def test_tma_two_loops_compile_for_hopper(lab, request, D, block_m, block_n, num_warps, num_stages):
+def test_tma_compiles_for_hopper(lab, request, D, block_m, block_n, num_warps, num_stages):
     tile = {"block_m": block_m, "block_n": block_n, "num_warps": num_warps}
     tile |= {"num_stages": num_stages, "head_dim": D, "dtype": "bfloat16"}
     (c,) = check_compiles(lab, request, "attention_tma", ("sm_90",), **tile)
-    assert all(c.instructions[name] for name in ("bulk", "wgmma"))
+    assert c.instructions["bulk"], "no bulk copy: tiles are not fetched by descriptor"
+    # 64 rows and 16 of the summed index an instruction, D of them for the scores, block_n for out.
+    want = block_m // 64 * 4 // num_warps * (D + block_n) // 16
+    assert c.instructions["wgmma"] == want, (
+        f"{want} wgmma are the products of one tile: got {c.instructions['wgmma']}; the usual "
+        "cause: more than one loop, and copies that start anew in each (handout section 6)"
+    )
 
 
 # ---------------------------------------------------------------- step 6

@@ -40,7 +40,7 @@ else:  # no Triton, or one whose Gluon has moved: nothing of this lab runs, the 
     gluon = None
 
 HEAD_DIMS = (64, 128)
-L2_BYTES = 32 << 20  # of keys and values that stay in the cache while a group of heads is computed
+L2_BYTES = 8 << 20  # of keys and values: those of the heads that are computed together
 ELEMENTS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 

@@ -904,7 +904,7 @@ def test_schedule_has_each_tile_once(lab, n_m, n_heads, group, programs):
 def test_schedule_is_balanced_when_causal(lab, T, D):
     n_m, n_heads = T // 128, 16384 // T * (2048 // D)
     lengths = [m + 2.2 for m in range(n_m)]
-    group = max(1, min(n_heads, (32 << 20) // (4 * T * D)))
+    group = max(1, min(n_heads, lab.L2_BYTES // (4 * T * D)))
     plan = check_schedule(lab, n_m, n_heads, 132, group, lengths)
     loads = [sum(lengths[tile % n_m] for tile in mine) for mine in plan]
     balance = sum(loads) / 132 / max(loads)

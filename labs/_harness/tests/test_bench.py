@@ -257,7 +257,15 @@ def test_events_are_paired_and_warm_up_is_dropped(monkeypatch):
     monkeypatch.setattr(bench, "L2_FLUSH_BYTES", 16)
     monkeypatch.setattr(runtime, "setup", lambda: runtime.Runtime("cuda", False, "3", "test"))
     assert bench.Gpu.time(gpu, call, warmup_ms=50, rep_ms=40) == [10.0] * 4
-    assert clock[0] == 10.0 * (1 + 3 + 5 + 4)
+    assert clock[0] == 10.0 * (1 + 3 + 3 + 5 + 4)  # first, to guess, to launch, warm-up, timed
+
+
+@pytest.mark.parametrize(
+    ("host_ms", "kernel_ms", "want"),
+    [(0.02, 0.01, 1), (0.1, 0.1, 2), (0.2, 0.12, 6), (0.2, 3.0, 1), (50.0, 50.0, 20)],
+)
+def test_the_card_never_waits_for_a_launch(host_ms, kernel_ms, want):
+    assert bench.flushes_for(host_ms, kernel_ms, flush_ms=0.05) == want
 
 
 # ---------------------------------------------------------------- the command
