@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
+import linecache
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -194,6 +196,7 @@ class _WatchedKernel:
 
 @contextlib.contextmanager
 def _patched():
+    from triton import language as tl
     from triton.runtime import interpreter as ti
 
     builder = ti.interpreter_builder
@@ -201,6 +204,8 @@ def _patched():
     masked_load = builder.create_masked_load
     patch = getattr(ti, "_patch_lang", None)
     of_type, types = ti._get_np_dtype, {}
+    rewriter = getattr(ti, "FunctionRewriter", None)
+    place = getattr(rewriter, "_get_jit_fn_file_line", None)
 
     def numpy_type(of):
         """Each call makes a table of all types; a tile's type is named after its elements' type."""
@@ -208,6 +213,21 @@ def _patched():
         if found is None:
             found = types[of.name] = of_type(of)
         return found
+
+    make_type, kinds = tl.block_type.__init__, {}
+
+    def type_of_tile(tile_type, element_ty, shape):
+        """Each operation makes the type of its result anew; a kernel has few different ones."""
+        try:
+            kind = element_ty.name, *shape
+            known = kind in kinds
+        except (AttributeError, TypeError):  # no type, or a size that is none: Triton says so
+            return make_type(tile_type, element_ty, shape)
+        if not known:
+            make_type(tile_type, element_ty, shape)
+            kinds[kind] = dict(vars(tile_type))
+        vars(tile_type).update(kinds[kind])
+        return None
 
     def patch_once(fn):
         """Each call of a @jit function in a kernel does again what one for its module has done.
@@ -220,6 +240,13 @@ def _patched():
             if _state.launch is not None:
                 _state.launch.patched.add(module)
             return scope
+
+    def place_of_def(rewriter):
+        """(file, line): Triton makes a JITFunction for it, a third of the whole rewriting."""
+        code = rewriter.fn.__code__
+        lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+        before = itertools.takewhile(lambda line: not line.strip().startswith("def "), lines)
+        return code.co_filename, code.co_firstlineno + len(list(before))
 
     def watched_call(executor, *args, **kwargs):
         named = {**dict(zip(executor.arg_names, args, strict=False)), **kwargs}
@@ -263,13 +290,17 @@ def _patched():
         setattr(builder, name, function)
     if patch:
         ti._patch_lang = patch_once
-    ti._get_np_dtype = numpy_type
+    if place:
+        rewriter._get_jit_fn_file_line = place_of_def
+    ti._get_np_dtype, tl.block_type.__init__ = numpy_type, type_of_tile
     try:
         yield
     finally:
         ti._interpreter, ti.GridExecutor.__call__ = memory, call
-        ti._get_np_dtype = of_type
+        ti._get_np_dtype, tl.block_type.__init__ = of_type, make_type
         for name in swapped:
             delattr(builder, name)
         if patch:
             ti._patch_lang = patch
+        if place:
+            rewriter._get_jit_fn_file_line = place

@@ -25,6 +25,7 @@ from contextlib import suppress
 import pytest
 import torch
 from _pytest.runner import runtestprotocol
+from _pytest.skipping import evaluate_skip_marks
 
 from labs._harness import compiler, guard, interpreter, oracle
 
@@ -271,7 +272,7 @@ class Isolation:
         if self.enabled and any(map(_step, session.items)):
             _warm_up()
         if self.enabled and not hasattr(self.config, "workerinput"):  # under xdist one at a time
-            self.waiting = [item for item in session.items if _step(item)][::-1]
+            self.waiting = [item for item in session.items if _forked(item)][::-1]
 
     def _reports(self, item) -> list[pytest.TestReport]:
         """A test's reports. Until it has ended, others that come after it begin as cores get free.
@@ -301,9 +302,9 @@ class Isolation:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
-        step = _step(item)
-        if not self.enabled or not step:
+        if not self.enabled or not _forked(item):
             return None
+        step = _step(item)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         if step in self.ended:
             reports = [_failed_report(item, f"not run: {self.ended[step]}", "not run")]
@@ -337,6 +338,11 @@ def _step(item) -> tuple | None:
 def _ended(report) -> str | None:
     """How a test ended that did not get to its end: a key of _HOW."""
     return dict(report.user_properties).get("ended")
+
+
+def _forked(item) -> bool:
+    """Whether a test belongs to a step and its marks do not skip it."""
+    return _step(item) is not None and evaluate_skip_marks(item) is None
 
 
 _HOW = {"time-out": "ran out of time", "crash": "crashed"}

@@ -370,3 +370,23 @@ def test_span_counts_the_gaps():
     assert interpreter.span(torch.zeros(4).expand(3, 4)) == 4
     assert interpreter.span(torch.zeros(0, 4)) == 0
     assert interpreter.span(torch.zeros(())) == 1
+
+
+def test_types_of_tiles_are_those_that_triton_makes():
+    make = tl.block_type.__init__
+    wanted = [
+        (tl.float32, [16]),
+        (tl.float16, [16]),
+        (tl.float16, [16, 32]),
+        (tl.float16, [32, 16]),
+    ]
+    plain = [tl.block_type(*one) for one in wanted]
+    with interpreter.observe(interpreter.Observer()):
+        for _ in "ab":
+            got = [tl.block_type(*one) for one in wanted]
+            assert [vars(one)["name"] for one in got] == [one.name for one in plain]
+            assert got == plain
+            for bad in ([12], []):
+                with pytest.raises((TypeError, ValueError)):
+                    tl.block_type(tl.float32, bad)
+    assert tl.block_type.__init__ is make
