@@ -184,10 +184,10 @@ class _WatchedKernel:
 
     def __call__(self, *args, **kwargs):
         launch = self._launch
-        launch.grid = tuple(int(n) for n in self._builder.grid_dim)
-        launch.program = tuple(int(i) for i in self._builder.grid_idx)
+        launch.program = tuple(map(int, self._builder.grid_idx))
         if not self._announced:
             self._announced = True
+            launch.grid = tuple(map(int, self._builder.grid_dim))
             for observer in _state.observers:
                 observer.launch(launch)
         if all([observer.program(launch) for observer in _state.observers]):

@@ -134,10 +134,10 @@ class LastProgramOnly(interpreter.Observer):
     """
 
     def program(self, launch):
-        last = tuple(n - 1 for n in launch.grid)
-        if last[1:] != (0, 0):
-            return launch.program[1:] == last[1:]
-        return launch.program == last
+        (x, y, z), (x_end, y_end, z_end) = launch.program, launch.grid
+        if (y_end, z_end) != (1, 1):
+            return y == y_end - 1 and z == z_end - 1
+        return x == x_end - 1
 
 
 class NoProgram(interpreter.Observer):
