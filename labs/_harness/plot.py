@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from pathlib import Path
 
 import matplotlib
@@ -120,6 +121,58 @@ def counts(path: Path, sweep, rows, subtitle: str) -> Path:
         figure.suptitle(subtitle, x=0.01, ha="left", fontsize=15)
         _legend(figure, panels[0])
         return _save(figure, path)
+
+
+def handout_rates(page: Path, path: Path, peak: float) -> Path:
+    """TFLOP/s against T from a handout's own tables, a panel for each head dim and mask.
+
+    Args:
+        page: the handout. A table begins "| D = 64 full / causal, TFLOP/s | T = 512 | 1024 |", and
+            a row is a name and cells of two numbers, "387 / 241".
+        path: of the picture.
+        peak: TFLOP/s of a large matrix product, drawn as a line.
+    """
+    found = _rates_in(page.read_text())
+    names = list(dict.fromkeys(name for rows in found.values() for name in rows))
+    looks = list(zip((YOURS, *OTHERS), "o" + MARKERS, strict=True))
+    figure, panels = plt.subplots(1, len(found), figsize=(15, 4), sharey=True, layout="constrained")
+    for axes, ((D, mask), rows) in zip(panels, found.items(), strict=True):
+        for name, row in rows.items():
+            color, marker = looks[names.index(name)]
+            axes.plot(list(row), list(row.values()), color=color, marker=marker, label=name)
+        axes.axhline(peak, color="black", linestyle="--", label=f"matrix product {peak}")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(row), [f"{T:,}" for T in row], rotation=45)
+        axes.minorticks_off()
+        axes.set_title(f"D = {D}, {mask}")
+        axes.set_xlabel("T, with B T = 16,384")
+        axes.grid(alpha=0.3)
+    top = max(rate for rows in found.values() for row in rows.values() for rate in row.values())
+    panels[0].set_ylim(0, 1.06 * max(top, peak))
+    panels[0].set_ylabel("TFLOP/s")
+    handles = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def _rates_in(text: str) -> dict[tuple[int, str], dict[str, dict[int, float]]]:
+    """(D, "full" or "causal") -> row of the table -> T -> TFLOP/s."""
+    found: dict = {}
+    tables = re.finditer(r"\| D = (\d+) full / causal.*\n\|[-|: ]+\n((?:\|.*\n)+)", text)
+    for table in tables:
+        head = re.findall(r"\d+", table[0].partition("\n")[0])[1:]
+        for line in table[2].splitlines():
+            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            for T, cell in zip(head, cells, strict=True):
+                for mask, rate in zip(("full", "causal"), cell.split(" / "), strict=True):
+                    panel = found.setdefault((int(table[1]), mask), {})
+                    panel.setdefault(name, {})[int(T)] = float(rate)
+    return found
 
 
 def _styles(sweep) -> dict[str, dict]:

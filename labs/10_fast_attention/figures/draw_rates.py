@@ -1,0 +1,16 @@
+"""Draws h200_rates.png: TFLOP/s against T of rungs 4 to 6, cuDNN and FLASH, from the handout.
+
+Run it from the repository root: python labs/10_fast_attention/figures/draw_rates.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from labs._harness import plot
+
+HERE = Path(__file__).parent
+PEAK = 686  # TFLOP/s of a bfloat16 product of 8192 x 8192 x 8192 on that card, on another day
+
+if __name__ == "__main__":
+    print(plot.handout_rates(HERE.parent / "README.md", HERE / "h200_rates.png", PEAK))
