@@ -102,6 +102,7 @@ class Fork:
             faulthandler.enable(file=self.trace)
             faulthandler.dump_traceback_later(self.limit - 0.5, file=self.trace)
             torch.set_num_threads(1)  # a fork after threaded torch work hangs without this
+            _capture_apart()
             if before is not None:
                 before()
             # What pytest has set up for the test that runs there now is none of this one's.
@@ -161,6 +162,19 @@ class Fork:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         return os.waitpid(self.pid, 0)[1]
+
+
+def _capture_apart() -> None:
+    """Gives this process files of its own for what pytest captures.
+
+    The files that it has from pytest are the other forks', too: each reads and empties them.
+    """
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        with suppress(OSError, ValueError):  # captured in memory, or not at all
+            if stream.fileno() > 2:
+                with tempfile.TemporaryFile() as own:
+                    os.dup2(own.fileno(), stream.fileno())
+                    os.dup2(own.fileno(), number)
 
 
 def over(forks: list[Fork]) -> list[Fork]:
