@@ -443,10 +443,12 @@ def launches(
     causal=True,
     late=False,
     card="sm_86",
+    specialised=None,
 ) -> dict:
     """Launcher name -> a call that launches its kernels once, for the X-ray to compile.
 
-    The tiles are those of steps 1 to 3, 5 and 6, and of "attention_tuned". "attention_tuned D=64"
+    The tiles are those of steps 1 to 3, 5 and 6, and of "attention_tuned"; `specialised` is of step
+    5. "attention_tuned D=64"
     and so on launch the configuration that runs there by default on `card`.
     """
     kind, arch = getattr(torch, dtype), int(card.removeprefix("sm_"))
@@ -466,7 +468,9 @@ def launches(
         "attention_ordered": lambda: fa.attention_ordered(q, q, q, causal, **tile),
         "attention_tuned": tuned,
         **{f"attention_tuned D={D}": functools.partial(default, D) for D in (64, 128, 256)},
-        "attention_tma": lambda: fa.attention_tma(q, q, q, causal, **tile),
+        "attention_tma": lambda: fa.attention_tma(
+            q, q, q, causal, **tile, warp_specialize=specialised
+        ),
         "attention_fp8": lambda: fa.attention_fp8(q, q, q, causal, **tile),
     }
 

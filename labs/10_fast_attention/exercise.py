@@ -392,9 +392,10 @@ if triton is not None:
 def program_order(tiles, heads, group, causal) -> list[tuple[int, int]]:
     """The (head, query tile) of program 0, 1, ...: what `_tile_of_program` computes.
 
-    Groups of heads come one after the other. Within a group, tiles from the longest to the
-    shortest (causal: the last tile sees most keys), and of each the heads of the group in turn.
-    With group=1 all tiles of a head are adjacent; with group=heads the longest of all come first.
+    Groups of heads come one after the other. Within a group, tiles from the last to the first if
+    causal (the last sees most keys), else from the first on; of each the heads of the group in
+    turn. With group=1 all tiles of a head are adjacent; with group=heads the longest of all come
+    first.
     """
     # TODO step 3 (about 6 lines; handout section 4)
     #   the same for all programs, as three nested loops: groups, tiles, heads
@@ -453,7 +454,7 @@ def attention_ordered(
     """Attention whose programs come in an order: the longest first, a group of heads at a time.
 
     Method: the scheduling of Shah et al., "FlashAttention-3" (2024), for causal masks: longest
-    tiles first within groups of heads whose keys and values fit the L2 cache.
+    tiles first within groups of heads, here of few (`heads_per_group`).
 
     Args and returns: as `attention_exp2`, and
         group: heads in a group, from 1 up; None means `heads_per_group` when causal, else 1.

@@ -855,6 +855,23 @@ STEP_5 = [
         "the one loop of the specialised form masks where no tile needs it (handout section 6)",
         ("CAUSAL or RAGGED, ON_HOST", "True, ON_HOST"),
     ),
+    waste(
+        "tma-sums-in-one-part",
+        5,
+        "_tma_kernel",
+        "test_tma_compiles_for_hopper",
+        "lanes add up a row's sum in each tile and not once after the loop (handout section 6)",
+        ("l_i = tl.zeros((BLOCK_M, PARTS)", "l_i = tl.zeros((BLOCK_M, 1)"),
+    ),
+    bug(
+        "tma-descriptors-32-bit",
+        5,
+        "_tma_kernel",
+        "test_tma_descriptors_of_heads_beyond_32_bits",
+        "head times rows times D wraps past 2**31 where the kernel makes its descriptors",
+        ("k_desc + head * S * D", "k_desc + bh * S * D"),
+        ("v_desc + head * S * D", "v_desc + bh * S * D"),
+    ),
     bug(
         "tma-masks-one-tile-late",
         5,

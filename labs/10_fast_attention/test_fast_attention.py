@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from labs._harness import interpreter, memory, oracle, runtime, xray
-from labs._harness.cards import CARDS, FITS, state, verdict
+from labs._harness.cards import CARDS, FITS, complaint, state, verdict
 from labs._harness.cases import (
     check_kept,
     check_not_written,
@@ -253,10 +253,12 @@ def check_compiles(lab, request, launcher, archs=tuple(CARDS), config_on=None, *
             D = c.options["head_dim"]
             where = launcher if config_on else f"{launcher} D={D}"
             bad.append(f"{where}, {name_of_config(config)}: {c.kernel} on {c.arch} {verdict(c)}")
+            bad += complaint(c, lab.file) if c.error else []
     if bad:
         bad.append(
             "want each to fit without spills; usual causes: too large a tile for its warps, "
-            "pointers computed anew in the loop, a state that is not float32"
+            "pointers computed anew in the loop, a state that is not float32, an int64 number as a "
+            "descriptor's coordinate, a condition in a loop that takes none"
         )
     assert not bad, "\n".join(bad)
     return kernels
@@ -799,9 +801,13 @@ def test_ordered_groups_heads_when_causal(lab, device, causal):
 
 @step3
 def test_program_order_worked_examples(lab):
-    assert lab.program_order(3, 2, 1, True) == [(0, 2), (0, 1), (0, 0), (1, 2), (1, 1), (1, 0)]
-    assert lab.program_order(2, 2, 2, True) == [(0, 1), (1, 1), (0, 0), (1, 0)]
-    assert lab.program_order(2, 3, 2, False) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+    for given, want in (
+        ((3, 2, 1, True), [(0, 2), (0, 1), (0, 0), (1, 2), (1, 1), (1, 0)]),
+        ((2, 2, 2, True), [(0, 1), (1, 1), (0, 0), (1, 0)]),
+        ((2, 3, 2, False), [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]),
+    ):
+        got = lab.program_order(*given)
+        assert got == want, f"program_order{given}: want (head, tile) {want}, got {got}"
 
 
 @step3
@@ -824,10 +830,14 @@ def test_program_order_visits_each_tile_once(lab, tiles, heads, group, causal):
 
 @step3
 def test_makespan(lab):
-    assert lab.makespan([3, 3, 2, 2, 2], 2) == 7
-    assert lab.makespan([5], 3) == 5
-    assert lab.makespan([1] * 132, 132) == 1
-    assert lab.makespan([1] * 133, 132) == 2
+    for work, slots, want in (
+        ([3, 3, 2, 2, 2], 2, 7),
+        ([5], 3, 5),
+        ([1] * 132, 132, 1),
+        ([1] * 133, 132, 2),
+    ):
+        got = lab.makespan(work, slots)
+        assert got == want, f"{len(work)} pieces, the first of {work[0]}, {slots} slots: {got=}"
     assert lab.makespan(range(1, 9), 4) > lab.makespan(range(8, 0, -1), 4), "long ones last wait"
 
 
@@ -844,7 +854,7 @@ def test_longest_first_balances_a_card(lab):
 
 @step3
 def test_heads_per_group(lab):
-    assert lab.heads_per_group(16384, 128, 2, 50 << 20) == 3  # 8 MiB a head, half of 50
+    assert lab.heads_per_group(16384, 128, 2, 50 << 20) == 3, "8 MiB a head, half of 50 MiB"
     assert lab.heads_per_group(16384, 128, 2, 47 << 20) == 2, "whole heads only: 2.94"
     assert lab.heads_per_group(16384, 64, 2, 24 << 20) == 3
     assert lab.heads_per_group(16384, 128, 1, 24 << 20) == 3, "one byte an element"
@@ -1306,8 +1316,9 @@ def test_tma_specialised_form_masks_all_or_nothing(lab, device, T, causal):
     want = everything.count(("dot", "scores")) if causal or T % 64 else 0
     got = everything.count(("select", "tile"))
     assert got == want, (
-        f"want {want} tiles of scores masked, got {got}; the usual cause: MASKED is neither CAUSAL "
-        "nor RAGGED but True"
+        f"want {want} tiles of scores masked, got {got}; the usual causes: too many, MASKED is "
+        "True and not CAUSAL or RAGGED; too few, tiles before `full` are left out, which takes a "
+        "condition"
     )
 
 
@@ -1323,6 +1334,16 @@ def test_tma_order(lab, device, causal):
 
 @step5
 def test_tma_offsets_beyond_32_bits(lab, device):
+    def run(q, k, v, causal, scale, block_m, block_n):
+        return lab.attention_tma(q, k, v, block_m=min(block_m, 256), block_n=block_n, group=1)
+
+    check_offsets_beyond_32_bits(lab, run, device)
+
+
+@step5
+@interpreter_only
+@pytest.mark.usefixtures("no_copy_engine")
+def test_tma_descriptors_of_heads_beyond_32_bits(lab, device):
     def run(q, k, v, causal, scale, block_m, block_n):
         return lab.attention_tma(q, k, v, block_m=min(block_m, 256), block_n=block_n, group=1)
 
@@ -1405,7 +1426,7 @@ def test_tma_warp_specialised_compiles_for_hopper(lab, request, D):
 )
 def test_tma_compiles_for_hopper(lab, request, D, block_m, block_n, num_warps, num_stages):
     tile = {"block_m": block_m, "block_n": block_n, "num_warps": num_warps}
-    tile |= {"num_stages": num_stages, "head_dim": D, "dtype": "bfloat16"}
+    tile |= {"num_stages": num_stages, "head_dim": D, "dtype": "bfloat16", "specialised": False}
     (c,) = check_compiles(lab, request, "attention_tma", ("sm_90",), **tile)
     assert c.instructions["bulk"], "no bulk copy: tiles are not fetched by descriptor"
     # 64 rows and 16 of the summed index an instruction, D of them for the scores, block_n for out.
@@ -1413,6 +1434,11 @@ def test_tma_compiles_for_hopper(lab, request, D, block_m, block_n, num_warps, n
     assert c.instructions["wgmma"] == want, (
         f"{want} wgmma are the products of one tile: got {c.instructions['wgmma']}; the usual "
         "cause: more than one loop, and copies that start anew in each (handout section 6)"
+    )
+    after = c.order[len(c.order) - c.order[::-1].index("product") :]
+    assert "shuffle" in after, (
+        "lanes are to meet after the loop, to add up the parts of a row's sum: no shuffle follows "
+        "the last product; the usual cause: l_i is not of PARTS columns (handout section 6)"
     )
 
 

@@ -60,7 +60,8 @@ class Compiled:
             out.
         instructions: counts of tensor-core and asynchronous-copy instructions in the PTX.
         order: what the PTX does one after another, equal ones in a row once: "load", "store",
-            "product", and of programmatic dependent launch "wait" and "launch".
+            "product", "shuffle" (lanes exchange what they have), and of programmatic dependent
+            launch "wait" and "launch".
         early: launched so that it may begin before the kernel in front of it has ended.
         serialized: the assembler lets wgmma instructions wait for one another (its remark C7510
             and the like): asynchronous in the source only.
@@ -412,6 +413,7 @@ _STEPS = {
     "launch": r"griddepcontrol\.launch_dependents",
     "load": r"\bld\.global|\bcp\.async\.c[ag]",
     "store": r"\bst\.global",
+    "shuffle": r"\bshfl\.sync",
     "product": r"\bmma\.sync|\bwgmma\.mma_async",
 }
 

@@ -88,7 +88,7 @@ class AccessCheck(interpreter.Observer):
                 inside[inside] = elements[offset.astype(np.int64)]
             stray &= ~inside
         if stray.any():
-            self._report(what, launch, active[stray], len(active))
+            self._report(what, launch, active[stray], active.size)
 
     def _report(self, what, launch, stray, lanes):
         # The tensor meant is taken to be the one that the addresses lie nearest to.
@@ -112,7 +112,7 @@ class AccessCheck(interpreter.Observer):
 def _question(offset: int) -> str:
     if offset < -(2**30):
         return "Did a product wrap past 2**31? Make the program id int64 before you multiply."
-    return "Is a mask missing, or a stride wrong?"
+    return "Is a mask missing, or a stride or a descriptor's shape wrong?"
 
 
 def _elements(t: torch.Tensor) -> np.ndarray | None:

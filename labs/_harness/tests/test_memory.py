@@ -161,7 +161,7 @@ def test_a_load_past_the_end_names_tensor_program_and_offset():
     text = stray(matrix(), matrix(), n_read=16)
     assert text.startswith("stray load in _rows_kernel, program (2, 0, 0): 6 of 16 lanes lie out")
     assert "The first is element 30 of x_ptr, shape (3, 10), strides (10, 1): 30 elements" in text
-    assert text.endswith("Is a mask missing, or a stride wrong?")
+    assert text.endswith("Is a mask missing, or a stride or a descriptor's shape wrong?")
 
 
 @needs_interpreter
