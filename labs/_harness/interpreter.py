@@ -229,6 +229,19 @@ def _patched():
         vars(tile_type).update(kinds[kind])
         return None
 
+    make_tensor, known = tl.tensor.__init__, {}
+
+    def tensor_of_type(tensor, handle, type):
+        """Shape, size and dtype are those of its type: they are worked out once for each type."""
+        name = getattr(type, "name", None)
+        if name in known:
+            vars(tensor).update(known[name], handle=handle, type=type)
+            return
+        make_tensor(tensor, handle, type)
+        if name is not None:
+            of_type = {key: value for key, value in vars(tensor).items() if key != "handle"}
+            known[name] = of_type
+
     def patch_once(fn):
         """Each call of a @jit function in a kernel does again what one for its module has done.
 
@@ -293,11 +306,13 @@ def _patched():
     if place:
         rewriter._get_jit_fn_file_line = place_of_def
     ti._get_np_dtype, tl.block_type.__init__ = numpy_type, type_of_tile
+    tl.tensor.__init__ = tensor_of_type
     try:
         yield
     finally:
         ti._interpreter, ti.GridExecutor.__call__ = memory, call
         ti._get_np_dtype, tl.block_type.__init__ = of_type, make_type
+        tl.tensor.__init__ = make_tensor
         for name in swapped:
             delattr(builder, name)
         if patch:
