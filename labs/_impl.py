@@ -8,6 +8,8 @@ The choice of implementation lives in this process only; it is never written to 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -15,8 +17,9 @@ import linecache
 import re
 import sys
 import traceback
+import warnings
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from labs._harness import runtime
 
@@ -37,7 +40,23 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname):
         path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
+        return _code(path, self.get_data(path))
+
+
+@functools.lru_cache(maxsize=64)
+def _code(path: str, source: bytes) -> CodeType:
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def compile_ahead(path: str | Path) -> None:
+    """Compiles what `load(path)` will run, without running it, for all forks of this process.
+
+    What does not compile, or not without a warning, is left to `load`, which says so.
+    """
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file = source_file(path)
+        _code(str(file), file.read_bytes())
 
 
 def labs() -> list[str]:

@@ -27,6 +27,7 @@ import torch
 from _pytest.runner import runtestprotocol
 from _pytest.skipping import evaluate_skip_marks
 
+from labs import _impl
 from labs._harness import compiler, guard, interpreter, oracle
 
 LIMIT = 10.0  # seconds for the body of one test; pytest-timeout interrupts it and shows where it is
@@ -102,7 +103,7 @@ class Fork:
             faulthandler.enable(file=self.trace)
             faulthandler.dump_traceback_later(self.limit - 0.5, file=self.trace)
             torch.set_num_threads(1)  # a fork after threaded torch work hangs without this
-            _capture_apart()
+            _capture_apart(self.item.config)
             if before is not None:
                 before()
             # What pytest has set up for the test that runs there now is none of this one's.
@@ -164,17 +165,17 @@ class Fork:
         return os.waitpid(self.pid, 0)[1]
 
 
-def _capture_apart() -> None:
+def _capture_apart(config: pytest.Config) -> None:
     """Gives this process files of its own for what pytest captures.
 
     The files that it has from pytest are the other forks', too: each reads and empties them.
     """
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-        with suppress(OSError, ValueError):  # captured in memory, or not at all
-            if stream.fileno() > 2:
-                with tempfile.TemporaryFile() as own:
-                    os.dup2(own.fileno(), stream.fileno())
-                    os.dup2(own.fileno(), number)
+    manager = config.pluginmanager.getplugin("capturemanager")
+    capturing = getattr(manager, "_global_capturing", None)  # pytest tells nobody else
+    for name in ("out", "err"):
+        with suppress(AttributeError, OSError, ValueError):  # captured in memory, or not at all
+            with tempfile.TemporaryFile() as own:
+                os.dup2(own.fileno(), getattr(capturing, name).tmpfile.fileno())
 
 
 def over(forks: list[Fork]) -> list[Fork]:
@@ -285,6 +286,8 @@ class Isolation:
             compiler.shared = compiler.Server()
         if self.enabled and any(map(_step, session.items)):
             _warm_up()
+            for path in {item.path for item in session.items if _step(item)}:
+                _impl.compile_ahead(path)
         if self.enabled and not hasattr(self.config, "workerinput"):  # under xdist one at a time
             self.waiting = [item for item in session.items if _forked(item)][::-1]
 

@@ -234,3 +234,33 @@ def test_where_kernels_cannot_run_the_reason_is_the_error(root, monkeypatch):
 def test_source_file_does_not_load(root):
     write(root, "raise RuntimeError\n")
     assert source_file("01") == root / "labs" / "01_one" / "exercise.py"
+
+
+def test_compiling_ahead_runs_nothing_and_load_does_not_compile_again(root, monkeypatch):
+    file = root / "labs/01_one/exercise.py"
+    file.write_text("import sys\nsys.ran_ahead = True\n")
+    _impl.compile_ahead(file)
+    assert not hasattr(sys, "ran_ahead")
+    monkeypatch.setattr("builtins.compile", None)
+    load("01")
+    assert sys.ran_ahead
+    del sys.ran_ahead
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("def f(:\n", "invalid syntax"), ("1 / 0\n", "ZeroDivisionError")]
+)
+def test_compiling_ahead_leaves_errors_to_load(root, text, says):
+    file = root / "labs/01_one/exercise.py"
+    file.write_text(text)
+    _impl.compile_ahead(file)
+    assert says in error("01")
+
+
+def test_compiling_ahead_leaves_warnings_to_load(root, recwarn):
+    file = root / "labs/01_one/exercise.py"
+    file.write_text("VALUE = 1 is 1\n")
+    _impl.compile_ahead(file)
+    assert not recwarn
+    with pytest.warns(SyntaxWarning, match="literal"):
+        load("01")
