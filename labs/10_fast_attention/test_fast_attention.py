@@ -1142,7 +1142,7 @@ def test_autotuner_key(lab):
 def test_bucket_is_a_power_of_two(lab, device):
     for T, want in ((1, 16), (16, 16), (17, 32), (1000, 1024), (1024, 1024), (1025, 2048)):
         q = torch.empty(1, 1, T, 16, device=device)
-        assert lab._sizes(q, q, 1, None, False)[4] == want
+        assert lab._sizes(q, q, 1, None, True)[4] == want
 
 
 @step4
