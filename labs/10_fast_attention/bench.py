@@ -448,8 +448,8 @@ def launches(
     """Launcher name -> a call that launches its kernels once, for the X-ray to compile.
 
     The tiles are those of steps 1 to 3, 5 and 6, and of "attention_tuned"; `specialised` is of step
-    5. "attention_tuned D=64"
-    and so on launch the configuration that runs there by default on `card`.
+    5. "attention_tuned D=64" and so on launch the configuration that runs there by default on
+    `card`.
     """
     kind, arch = getattr(torch, dtype), int(card.removeprefix("sm_"))
     q = torch.empty(1, 2, 4 * block_m, head_dim, dtype=kind)

@@ -854,12 +854,16 @@ def test_longest_first_balances_a_card(lab):
 
 @step3
 def test_heads_per_group(lab):
-    assert lab.heads_per_group(16384, 128, 2, 50 << 20) == 3, "8 MiB a head, half of 50 MiB"
-    assert lab.heads_per_group(16384, 128, 2, 47 << 20) == 2, "whole heads only: 2.94"
-    assert lab.heads_per_group(16384, 64, 2, 24 << 20) == 3
-    assert lab.heads_per_group(16384, 128, 1, 24 << 20) == 3, "one byte an element"
-    assert lab.heads_per_group(1 << 20, 128, 2, 50 << 20) == 1, "at least one"
-    assert lab.heads_per_group(512, 64, 2, 50 << 20) == 4, "four at most, however small"
+    for given, want, why in (
+        ((16384, 128, 2, 50 << 20), 3, "8 MiB a head, half of 50 MiB"),
+        ((16384, 128, 2, 47 << 20), 2, "whole heads only: 2.94"),
+        ((16384, 64, 2, 24 << 20), 3, "4 MiB a head, half of 24 MiB"),
+        ((16384, 128, 1, 24 << 20), 3, "one byte an element"),
+        ((1 << 20, 128, 2, 50 << 20), 1, "at least one"),
+        ((512, 64, 2, 50 << 20), 4, "four at most, however small"),
+    ):
+        got = lab.heads_per_group(*given)
+        assert got == want, f"heads_per_group{given}: want {want} ({why}), got {got}"
 
 
 @step3
@@ -1332,22 +1336,25 @@ def test_tma_order(lab, device, causal):
     check_order(lab, run, 2, causal, 16, F16, device)
 
 
-@step5
-def test_tma_offsets_beyond_32_bits(lab, device):
+def by_descriptor(lab):
+    """attention_tma as f(q, k, v, causal, scale, block_m, block_n); a descriptor has 256 rows."""
+
     def run(q, k, v, causal, scale, block_m, block_n):
         return lab.attention_tma(q, k, v, block_m=min(block_m, 256), block_n=block_n, group=1)
 
-    check_offsets_beyond_32_bits(lab, run, device)
+    return run
+
+
+@step5
+def test_tma_offsets_beyond_32_bits(lab, device):
+    check_offsets_beyond_32_bits(lab, by_descriptor(lab), device)
 
 
 @step5
 @interpreter_only
 @pytest.mark.usefixtures("no_copy_engine")
 def test_tma_descriptors_of_heads_beyond_32_bits(lab, device):
-    def run(q, k, v, causal, scale, block_m, block_n):
-        return lab.attention_tma(q, k, v, block_m=min(block_m, 256), block_n=block_n, group=1)
-
-    check_offsets_beyond_32_bits(lab, run, device)
+    check_offsets_beyond_32_bits(lab, by_descriptor(lab), device)
 
 
 @step5

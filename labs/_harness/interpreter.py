@@ -229,18 +229,17 @@ def _patched():
         vars(tile_type).update(kinds[kind])
         return None
 
-    make_tensor, known = tl.tensor.__init__, {}
+    make_tensor, tensors = tl.tensor.__init__, {}
 
     def tensor_of_type(tensor, handle, type):
         """Shape, size and dtype are those of its type: they are worked out once for each type."""
         name = getattr(type, "name", None)
-        if name in known:
-            vars(tensor).update(known[name], handle=handle, type=type)
+        if name in tensors:
+            vars(tensor).update(tensors[name], handle=handle, type=type)
             return
         make_tensor(tensor, handle, type)
         if name is not None:
-            of_type = {key: value for key, value in vars(tensor).items() if key != "handle"}
-            known[name] = of_type
+            tensors[name] = {key: value for key, value in vars(tensor).items() if key != "handle"}
 
     def patch_once(fn):
         """Each call of a @jit function in a kernel does again what one for its module has done.
