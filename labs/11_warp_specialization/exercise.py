@@ -39,6 +39,7 @@ if unavailable() is None:
     async_load, async_store = triton_private.tma_copies()
     ROWS = gl.constexpr(64)  # of a warpgroup's product: wgmma has no other height
     LOG2_E = gl.constexpr(math.log2(math.e))
+    SLACK = gl.constexpr(8.0)  # how far, in powers of 2, weights may exceed 1 (step 4)
 else:  # no Triton, or one whose Gluon has moved: nothing of this lab runs, the launchers say why
     gluon = None
 
@@ -410,6 +411,17 @@ if gluon is not None:
         return gl.convert_layout(bits.to(DTYPE, bitcast=True), P_LAYOUT)
 
     @gluon.jit
+    def _rescale(acc, alpha):
+        """acc times alpha; a row whose factor is 1 is left alone: (ROWS, D)."""
+        # A multiplication that is switched off takes its turn, and no power.
+        TIMES: gl.constexpr = (
+            "{ .reg .pred p; setp.neu.f32 p, $2, 0f3F800000; mov.f32 $0, $1; "
+            "@p mul.f32 $0, $1, $2; }"
+        )
+        factors = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]  # (ROWS, 1)
+        return gl.inline_asm_elementwise(TIMES, "=f,f,f", [acc, factors], gl.float32, True, 1)
+
+    @gluon.jit
     def _parts(weights):
         """Sums of each row in four parts, one for each lane that holds some of it: (ROWS, 4)."""
         return gl.sum(gl.sum(weights.reshape([ROWS, weights.shape[1] // 8, 4, 2]), 3), 1)
@@ -448,9 +460,13 @@ if gluon is not None:
 
     @gluon.jit
     def _maximum(s, m_i, scales):
-        """The maximum with this block, and what sums so far are multiplied by: (ROWS,) each."""
-        # TODO step 4, next part (about 2 lines)
+        """The maximum with this block, and what sums so far are multiplied by: (ROWS,) each.
+
+        While weights stay below 2**SLACK an older maximum does as well, and the factor is 1.
+        """
+        # TODO step 4, next part (about 3 lines)
         #   neither s nor m_i is scaled yet; scales[0] = scale * log2(e)
+        #   before block 0 m_i is -inf, which no slack may keep
         gl.static_assert(False, "lab 11 step 4: write _maximum")
 
     @gluon.jit
@@ -480,6 +496,7 @@ if gluon is not None:
         """Waits for P @ V of block i - 1, gives its V back and rescales: (ROWS, D)."""
         # TODO step 4, next part (about 4 lines)
         #   wait for V of block i *before* the wait for the product: the handout says why
+        #   acc is rescaled by _rescale (given)
         gl.static_assert(False, "lab 11 step 4: write _collect")
 
     @gluon.jit

@@ -36,6 +36,7 @@ if unavailable() is None:
     async_load, async_store = triton_private.tma_copies()
     ROWS = gl.constexpr(64)  # of a warpgroup's product: wgmma has no other height
     LOG2_E = gl.constexpr(math.log2(math.e))
+    SLACK = gl.constexpr(8.0)  # how far, in powers of 2, weights may exceed 1 (step 4)
 else:  # no Triton, or one whose Gluon has moved: nothing of this lab runs, the launchers say why
     gluon = None
 
@@ -494,6 +495,17 @@ if gluon is not None:
         return gl.convert_layout(bits.to(DTYPE, bitcast=True), P_LAYOUT)
 
     @gluon.jit
+    def _rescale(acc, alpha):
+        """acc times alpha; a row whose factor is 1 is left alone: (ROWS, D)."""
+        # A multiplication that is switched off takes its turn, and no power.
+        TIMES: gl.constexpr = (
+            "{ .reg .pred p; setp.neu.f32 p, $2, 0f3F800000; mov.f32 $0, $1; "
+            "@p mul.f32 $0, $1, $2; }"
+        )
+        factors = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]  # (ROWS, 1)
+        return gl.inline_asm_elementwise(TIMES, "=f,f,f", [acc, factors], gl.float32, True, 1)
+
+    @gluon.jit
     def _parts(weights):
         """Sums of each row in four parts, one for each lane that holds some of it: (ROWS, 4)."""
         return gl.sum(gl.sum(weights.reshape([ROWS, weights.shape[1] // 8, 4, 2]), 3), 1)
@@ -536,9 +548,13 @@ if gluon is not None:
 
     @gluon.jit
     def _maximum(s, m_i, scales):
-        """The maximum with this block, and what sums so far are multiplied by: (ROWS,) each."""
+        """The maximum with this block, and what sums so far are multiplied by: (ROWS,) each.
+
+        While weights stay below 2**SLACK an older maximum does as well, and the factor is 1.
+        """
         # Block 0 comes first and every row sees key 0: m_new is finite from there on.
-        m_new = gl.maximum(m_i, gl.max(s, 1))  # (ROWS,)
+        top = gl.max(s, 1)  # (ROWS,)
+        m_new = gl.where((top - m_i) * scales[0] > SLACK, top, m_i)  # (ROWS,)
         return m_new, gl.exp2((m_i - m_new) * scales[0])
 
     @gluon.jit
@@ -575,7 +591,7 @@ if gluon is not None:
         _take(v_ring, i, BLOCK_N, D, STAGES)
         acc = warpgroup_mma_wait(0, [acc])  # (ROWS, D)
         _give_back(v_ring, i - 1, STAGES)
-        return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+        return _rescale(acc, alpha)
 
     @gluon.jit
     def _step(

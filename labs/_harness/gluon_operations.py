@@ -407,19 +407,29 @@ def _join(a, b):
     return Tile(np.stack([a.data, b.data], -1), dtype, Derived("join", layout, (*a.shape, 2)))
 
 
+_PACK = re.compile(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$([12]), \$([12]);")
+_TAKE = re.compile(r"mov\.b32 \{\$([01]), \$([01])\}, \$2;")
+_TIMES = re.compile(
+    r"\{ \.reg \.pred (\w+); setp\.neu\.f32 \1, \$2, 0f3F800000; "
+    r"mov\.f32 \$0, \$1; @\1 mul\.f32 \$0, \$1, \$2; \}"
+)
+
+
 def _inline_asm(asm, constraints, args, dtype, is_pure, pack):
-    """The two instructions that put halves into 32-bit words and take them out again."""
+    """The instructions of the labs: halves into a 32-bit word, out of it, and x times f if not 1."""
     layout = pair(args[0], args[-1], "gl.inline_asm_elementwise")[0]
     text = " ".join(asm.split())
-    packs = re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$([12]), \$([12]);", text)
-    takes = re.fullmatch(r"mov\.b32 \{\$([01]), \$([01])\}, \$2;", text)
-    if packs and len(args) == 2:
+    if (packs := _PACK.fullmatch(text)) and len(args) == 2:
         half = torch.bfloat16 if packs[1] == "bf16" else torch.float16
         upper, lower = (half_bits(args[int(packs[i]) - 1].data, half) for i in (2, 3))
         return Tile((upper << 16) | lower, dtype, layout)
-    if takes and len(args) == 1:
+    if (takes := _TAKE.fullmatch(text)) and len(args) == 1:
         halves = {takes[1]: args[0].data & 0xFFFF, takes[2]: (args[0].data >> 16) & 0xFFFF}
         return tuple(Tile(halves[i], kind, layout) for i, kind in zip("01", dtype, strict=True))
+    if _TIMES.fullmatch(text) and len(args) == 2:
+        x, factor = (arg.data for arg in args)
+        running().record("times", np.count_nonzero(np.broadcast_to(factor, x.shape) != 1))
+        return Tile(np.where(factor == 1, x, x * factor).astype(np.float32), dtype, layout)
     raise Unsupported(f"the emulator does not know this assembler: {text}")
 
 

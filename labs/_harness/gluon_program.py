@@ -33,8 +33,9 @@ class Event:
     Attributes:
         program: its number on axis 0. partition: its number in the list of warp_specialize.
         what: "load" or "store" by TMA; "product", a warpgroup_mma; "exp2", "where" or "arithmetic"
-            on a matrix; "arrive" or "wait" at an mbarrier; "product wait", "store wait".
-        amount: bytes, FLOPs, or elements of the matrix.
+            on a matrix; "times", a multiplication that is off where the factor is 1; "arrive" or
+            "wait" at an mbarrier; "product wait", "store wait".
+        amount: bytes, FLOPs, or elements of the matrix; of "times" those that are multiplied.
         loads, products, stores: in flight before it: loads of the program, the others of the
             partition. A store is in flight until a wait for it.
         tensor, place: of a load or store, and the coordinates there.

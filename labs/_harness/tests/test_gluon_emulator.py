@@ -452,6 +452,31 @@ def test_pairs_of_halves_in_words(order, columns):
     assert torch.equal(y, x.half()[:, columns])
 
 
+@gluon.jit
+def _times_kernel(x_ptr, factors_ptr, y_ptr, LAYOUT: gl.constexpr):
+    rows = gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))
+    places = rows[:, None] * 4 + cols[None, :]
+    x = gl.load(x_ptr + places)
+    factors = gl.load(factors_ptr + rows)[:, None]
+    TIMES: gl.constexpr = (
+        "{ .reg .pred p; setp.neu.f32 p, $2, 0f3F800000; mov.f32 $0, $1; @p mul.f32 $0, $1, $2; }"
+    )
+    y = gl.inline_asm_elementwise(TIMES, "=f,f,f", [x, factors], gl.float32, True, 1)
+    gl.store(y_ptr + places, y)
+
+
+def test_a_multiplication_that_is_off_where_the_factor_is_1():
+    """The event counts the elements that are multiplied; there is one where none is, too."""
+    x, y = torch.randn(128, 4), torch.zeros(128, 4)
+    for changed, value in ((0, 1.0), (3, 0.5), (128, 0.0), (1, float("nan"))):
+        factors = torch.ones(128)
+        factors[:changed] = value
+        work = run(_times_kernel, x, factors, y, LAYOUT=MATRIX)
+        assert torch.equal(y.nan_to_num(7), (x * factors[:, None]).nan_to_num(7))
+        assert [event.amount for event in work.of("times")] == [4 * changed]
+
+
 def test_other_assembler_is_refused():
     x, y = torch.randn(128, 4), torch.zeros(128, 4, dtype=torch.float16)
     with pytest.raises(Unsupported, match=r"does not know this assembler: add\.f32"):
