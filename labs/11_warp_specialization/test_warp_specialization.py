@@ -514,6 +514,39 @@ def test_overlap_huge_equal_scores(lab, T, sign):
 
 
 @step4
+@half_dtypes
+def test_overlap_maximum_falls_behind(lab, dtype):
+    """Each block's largest score exceeds the last one's by as many powers of two as the row says.
+
+    Some below SLACK, some above, and some beyond what float16 weights could hold.
+    """
+    T, scale = 384, 4 * math.log(2)  # 1 of q @ k is 4 powers of two
+    powers = torch.tensor([4.0, 7.9, 8.1, 15.0, 20.0, 40.0]).repeat(T // 6)
+    q, k = torch.zeros(1, 1, T, 64), torch.zeros(1, 1, T, 64)
+    q[..., 0], k[..., 0] = powers / 4, torch.arange(T) // 128
+    q[..., 1], k[..., 1] = 1.0, -oracle.inputs(T).abs()
+    k[..., ::128, 1] = 0.0  # the largest of each block, exactly
+    v = oracle.inputs(1, 1, T, 64, dtype=dtype)
+    check_attention(lab, OVERLAP, ONCE, q.to(dtype), k.to(dtype), v, scale=scale)
+
+
+@step4
+@causal_or_full
+def test_overlap_rescales_seldom(lab, causal):
+    work = check_attention(lab, OVERLAP, (LATE,), *oracle.qkv(1, 1, 512, 64, dtype=F16), causal)
+    later = 2 * (blocks_seen(512, 128, 128, causal)[0] - 4)
+    calls, multiplied = len(work.of("times")), work.amount("times")
+    assert calls == later, (
+        "acc is multiplied by _rescale, which costs no power where alpha is 1, once a consumer for "
+        f"each block but a tile's first: want {later} calls, got {calls}"
+    )
+    assert multiplied == 0, (
+        "with normal inputs no block's largest score exceeds block 0's by 8 powers of two, so the "
+        f"older maximum stays and alpha is exactly 1: got {multiplied:,} elements of acc multiplied"
+    )
+
+
+@step4
 def test_overlap_half_scores_do_not_overflow(lab):
     q, k, v = oracle.qkv(1, 1, 130, 64, dtype=F16)
     check_attention(lab, OVERLAP, ONCE, q * 60, k * 60, v)  # q.k before scaling passes 65,504
