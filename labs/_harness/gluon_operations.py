@@ -416,7 +416,7 @@ _TIMES = re.compile(
 
 
 def _inline_asm(asm, constraints, args, dtype, is_pure, pack):
-    """The instructions of the labs: halves into a 32-bit word, out of it, and x times f if not 1."""
+    """The instructions of the labs: two halves into a word, out of it; x times f unless f is 1."""
     layout = pair(args[0], args[-1], "gl.inline_asm_elementwise")[0]
     text = " ".join(asm.split())
     if (packs := _PACK.fullmatch(text)) and len(args) == 2:
