@@ -403,8 +403,7 @@ if gluon is not None:
     def _unpack(p, DTYPE: gl.constexpr, acc):
         """_pack's words as the left operand of a product that is added to acc: (ROWS, BLOCK_N)."""
         SPLIT: gl.constexpr = "mov.b32 {$0, $1}, $2;"
-        KINDS: gl.constexpr = (gl.int16, gl.int16)
-        halves = gl.inline_asm_elementwise(SPLIT, "=h,=h,r", [p], KINDS, True, 1)
+        halves = gl.inline_asm_elementwise(SPLIT, "=h,=h,r", [p], (gl.int16, gl.int16), True, 1)
         pairs = gl.join(halves[0], halves[1])  # (ROWS, BLOCK_N / 2, 2)
         bits = pairs.reshape([ROWS, p.shape[1] * 2])  # (ROWS, BLOCK_N)
         P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, parent=acc.type.layout, k_width=2)
