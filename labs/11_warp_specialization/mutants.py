@@ -1075,6 +1075,22 @@ STEP_5 = [
         ),
     ),
     waste(
+        "last-round-half-empty",
+        5,
+        "_programs",
+        "test_hopper_attention_fills_its_last_round",
+        "full: a program for each multiprocessor, and the last round leaves half of them idle",
+        ("    return programs if causal else -(-tiles // rounds)\n", "    return programs\n"),
+    ),
+    bug(
+        "one-program-too-few",
+        5,
+        "_programs",
+        "test_hopper_attention_fills_its_last_round",
+        "rounded down: a round more than needed",
+        ("-(-tiles // rounds)", "tiles // rounds"),
+    ),
+    waste(
         "not-persistent",
         5,
         LAUNCH,

@@ -916,6 +916,17 @@ def best_config(D, causal, T) -> Config:
     return Config(128, 4 if D == 64 else 2, ping_pong=T < 2048, fused=True)
 
 
+def _programs(tiles, multiprocessors, causal):
+    """How many programs compute a number of tiles: one for each multiprocessor, or fewer.
+
+    Where all tiles are alike, 2048 of them take 132 multiprocessors 16 rounds, and 128 of them,
+    too: then the last round is full, and what stays idle leaves its power to the others.
+    """
+    programs = min(tiles, multiprocessors)
+    rounds = -(-tiles // programs)
+    return programs if causal else -(-tiles // rounds)
+
+
 def schedule(n_m, n_heads, programs, group, lengths):
     """Which program computes which tiles of Q, in which order.
 
@@ -1144,7 +1155,7 @@ def attention_persistent(q, k, v, causal=False, scale=None, config=None):
     n_m = -(-T // block_m)
     programs = n_m * B * H
     if persistent:
-        programs = min(programs, multiprocessors(q.device))
+        programs = _programs(programs, multiprocessors(q.device), causal)
     group = max(1, min(B * H, L2_BYTES // (4 * T * D)))
     table = _schedule_table(T, B * H, programs, group, block_m, block_n, causal, q.device)
     qk_step = 2.0 ** math.floor(math.log2(scale * math.log2(math.e)))

@@ -813,6 +813,18 @@ def test_hopper_attention_work(lab, causal):
 
 
 @step5
+@causal_or_full
+def test_hopper_attention_fills_its_last_round(lab, causal):
+    q, k, v = oracle.qkv(1, 5, 600, 64, dtype=F16)  # 25 tiles: 4 rounds of 8 programs, or of 7
+    work = check_attention(lab, CONFIGURED, (LATE,), q, k, v, causal, mps=8, config=lab.Config())
+    want = 8 if causal else 7
+    assert work.programs == want, (
+        f"25 tiles, 8 multiprocessors, {'causal' if causal else 'full'}: want {want} programs, got "
+        f"{work.programs}. Where tiles are alike, no more than 4 rounds need"
+    )
+
+
+@step5
 def test_hopper_attention_configuration_is_used(lab):
     q, k, v = oracle.qkv(1, 1, 300, 64, dtype=F16)
 
