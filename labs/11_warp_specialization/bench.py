@@ -165,8 +165,11 @@ def ladder(report, rows, file: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(CELLS), figsize=(14, 4), sharey=True)
+    figure, panels = pyplot.subplots(
+        1, len(CELLS), figsize=(14, 4.2), sharey=True, layout="constrained"
+    )
     order = [SIMPLE, OVERLAP_ONE, OVERLAP, BEST]
+    peak, _, how = report["ceilings"]["matmul"]
     for panel, (D, causal) in zip(panels, CELLS, strict=True):
         name = f"D{D}-{'causal' if causal else 'full'}"
         mine = [r for r in rows if r.sweep == name and r.rate]
@@ -174,18 +177,19 @@ def ladder(report, rows, file: Path) -> Path:
         at = {r.provider: r.rate for r in mine if r.size == T}
         steps = [p for p in order if p in at]
         bars = panel.bar(range(len(steps)), [at[p] for p in steps], color="#4878a8", width=0.65)
-        panel.bar_label(bars, fmt="%.0f")
-        for p, color in ((CUDNN, "#c44e52"), (FLASH, "#8c8c8c")):
+        for bar in bars:  # at the foot, where no line runs
+            place = bar.get_x() + bar.get_width() / 2, 20
+            panel.text(*place, f"{bar.get_height():.0f}", color="white", ha="center")
+        for p, color, style in ((CUDNN, "#c44e52", "--"), (FLASH, "#55585c", ":")):
             if p in at:
-                panel.axhline(at[p], color=color, label=f"{p} {at[p]:.0f}")
-        peak, _, how = report["ceilings"]["matmul"]
-        panel.axhline(peak, color="black", linestyle="--", label=f"{how} {peak:.0f}")
+                panel.axhline(at[p], color=color, linestyle=style, label=f"{p} {at[p]:.0f}")
+        panel.axhline(peak, color="black", label=f"matrix product {peak:.0f}")
         panel.set_xticks(range(len(steps)), [p.replace(", ", ",\n") for p in steps], fontsize=8)
-        panel.set_title(f"D={D} {'causal' if causal else 'full'}, T={T}")
-        panel.legend(fontsize=7, loc="lower right")
+        panel.set_title(f"D = {D}, {'causal' if causal else 'full'}, T = {T:,}")
+        panel.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
     panels[0].set_ylabel("TFLOP/s")
-    figure.suptitle(f"Attention forward by version; {report['impl']} · {report['where']}")
-    figure.tight_layout()
+    title = f"Attention forward by version; {report['impl']} · {report['where']}"
+    figure.suptitle(f"{title} · matrix product: {how}")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
