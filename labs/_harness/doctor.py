@@ -113,9 +113,9 @@ def check_torch(f: Facts) -> Finding | None:
         return Finding(True, "PyTorch is not installed", INSTALL)
     if f.problem and f.problem.startswith("PyTorch does not import"):
         return Finding(True, *f.problem.split("; ", 1))
-    if version(f.torch) < (2, 8):
+    if version(f.torch) < (2, 10):
         return Finding(
-            True, f"torch {f.torch} is older than 2.8", "update it: pip install -U 'torch>=2.8'"
+            True, f"torch {f.torch} is older than 2.10", "update it: pip install -U 'torch>=2.10'"
         )
 
 
@@ -128,13 +128,13 @@ def check_triton(f: Facts) -> Finding | None:
                 "the PyTorch parts run here, Triton tests skip; use Linux, WSL2 or Colab for them",
             )
         package = "triton-windows" if f.system == "Windows" else "triton"
-        return Finding(True, "Triton is not installed", f"pip install '{package}>=3.4'")
-    if version(f.triton) < (3, 4):
+        return Finding(True, "Triton is not installed", f"pip install '{package}>=3.6'")
+    if version(f.triton) < (3, 6):
         package = "triton-windows" if f.system == "Windows" else "triton"
         return Finding(
             True,
-            f"Triton {f.triton} is older than 3.4, whose CPU interpreters return wrong numbers",
-            f"update it together with torch: pip install -U 'torch>=2.8' '{package}>=3.4'",
+            f"Triton {f.triton} is older than 3.6: kernels of labs 08 and 10 fail or return NaN",
+            f"update it together with torch: pip install -U 'torch>=2.10' '{package}>=3.6'",
         )
 
 
