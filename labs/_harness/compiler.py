@@ -386,9 +386,7 @@ def _compile(launch: _Launch, blank: Compiled) -> Compiled:
             result.text = linecache.getline(file, result.line).strip()
     else:
         result.shared = kernel.metadata.shared
-        said = _cuobjdump(kernel.asm["cubin"], "-res-usage")
-        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said).groups()
-        result.registers, result.spill = int(registers), int(stack)  # a stack only for spills
+        result.registers, result.spill = _registers(kernel.asm["cubin"])
         result.instructions = {
             name: len(re.findall(pattern, kernel.asm["ptx"]))
             for name, pattern in _INSTRUCTIONS.items()
@@ -398,6 +396,18 @@ def _compile(launch: _Launch, blank: Compiled) -> Compiled:
             result.lost = bool(sass.lost_operands(_cuobjdump(kernel.asm["cubin"], "-sass")))
     result.seconds = time.monotonic() - start
     return result
+
+
+def _registers(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and the bytes of its stack, which only spills need.
+
+    ptxas for Blackwell also writes zeros to a stack that nobody reads: no spill.
+    """
+    said = _cuobjdump(cubin, "-res-usage")
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", said).groups())
+    if stack and not re.search(r"\bLDL\b", _cuobjdump(cubin, "-sass")):
+        stack = 0
+    return registers, stack
 
 
 _INSTRUCTIONS = {

@@ -129,6 +129,20 @@ def test_changes_are_small_and_possible():
 
 
 @pytest.mark.parametrize(
+    ("stack", "code", "spill"),
+    [
+        (0, None, 0),
+        (8, "STL.64 [R1], RZ ;", 0),
+        (24, "STL.64 [R1], R4 ;\nLDL.64 R4, [R1] ;", 24),
+    ],
+)
+def test_a_stack_that_nobody_reads_is_no_spill(monkeypatch, stack, code, spill):
+    said = {"-res-usage": f" Function _k:\n  REG:128 STACK:{stack} SHARED:0", "-sass": code}
+    monkeypatch.setattr(compiler, "_cuobjdump", lambda cubin, what: said[what])
+    assert compiler._registers(b"") == (128, spill)
+
+
+@pytest.mark.parametrize(
     ("message", "part"),
     [
         ("unsupported AST node type: Break", "left early"),
