@@ -461,7 +461,7 @@ if gluon is not None:
     def _maximum(s, m_i, scales):
         """The maximum with this block, and what sums so far are multiplied by: (ROWS,) each.
 
-        While weights stay below 2**SLACK an older maximum does as well, and the factor is 1.
+        While no weight exceeds 2**SLACK an older maximum does as well, and the factor is 1.
         """
         # TODO step 4, next part (about 3 lines)
         #   neither s nor m_i is scaled yet; scales[0] = scale * log2(e)
@@ -470,7 +470,10 @@ if gluon is not None:
 
     @gluon.jit
     def _weights(s, m_i, l_i, alpha, scales, FUSED: gl.constexpr):
-        """exp(s - m_i), with m_i of this block: (ROWS, BLOCK_N); and l_i with their sums."""
+        """exp2((s - m_i) * scales[0]): (ROWS, BLOCK_N); and l_i with their sums: (ROWS, 4).
+
+        m_i is what _maximum chose for this block.
+        """
         # TODO step 4, next part (about 8 lines)
         #   l_i is (ROWS, 4), as _parts (given) gives it: alpha changes layout to meet it
         #   scales = (scale * log2(e), the power of two below it); FUSED may wait for step 5
@@ -485,7 +488,7 @@ if gluon is not None:
     @gluon.jit
     def _end_turn(order, WG: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr):
         # TODO step 4, next part (about 2 lines)
-        #   the next consumer may start its products
+        #   the next consumer may start its products; after the last one it is consumer 0 again
         gl.static_assert(False, "lab 11 step 4: write _end_turn")
 
     @gluon.jit
@@ -529,7 +532,8 @@ if gluon is not None:
         #   start Q @ K of block i and P @ V of block i - 1; wait for the first, then _maximum,
         #   _weights, _collect; with three consumers (step 5) _collect before _weights
         #   turn the weights into the next step's p: p goes from step to step packed (see _pack
-        #   and _unpack, given)
+        #   and _unpack, given; their DTYPE is that of v)
+        #   returns the next p, acc, m_i and l_i
         gl.static_assert(False, "lab 11 step 4: write _step")
 
     @gluon.jit
@@ -650,6 +654,8 @@ if gluon is not None:
     ):
         # TODO step 4, next part (about 25 lines)
         #   as step 3; causal: the longest tiles of a head first; scales = (scale * LOG2_E, 0.0)
+        #   the consumers' args hold what they and _bounds, _mask and _write need: rings, o_s,
+        #   order, out_desc, lse_ptr, H, T, scale (for _write) and scales
         gl.static_assert(False, "lab 11 step 4: write _attention_overlap_kernel")
 
 

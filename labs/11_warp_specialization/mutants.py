@@ -797,6 +797,14 @@ STEP_4 = [
         ("> SLACK", "> 0.0"),
     ),
     waste(
+        "maximum-followed-early",
+        4,
+        MAXIMUM,
+        "test_overlap_maximum_falls_behind",
+        "the maximum is followed when it is half as far behind as it may be",
+        ("> SLACK", "> SLACK / 2"),
+    ),
+    waste(
         "acc-times-one",
         4,
         COLLECT,
@@ -877,6 +885,32 @@ STEP_4 = [
             "s, use_acc=False, is_async=True)\n",
             "s, use_acc=False, is_async=True)\n"
             "        _end_turn(order, WG, CONSUMERS, PING_PONG)\n",
+        ),
+    ),
+    waste(
+        "k-and-v-in-turn",
+        4,
+        PRODUCE_TILE,
+        "test_overlap_copies_ahead",
+        "V of a block is loaded before K of the next one, which is asked for earlier",
+        (
+            "            _fill(k_desc, k_ring, b, h, j * BLOCK_N, first + j, STAGES)\n"
+            "            _fill(v_desc, v_ring, b, h, (j - 1) * BLOCK_N, first + j - 1, STAGES)\n",
+            "            _fill(v_desc, v_ring, b, h, (j - 1) * BLOCK_N, first + j - 1, STAGES)\n"
+            "            _fill(k_desc, k_ring, b, h, j * BLOCK_N, first + j, STAGES)\n",
+        ),
+    ),
+    waste(
+        "turn-ends-behind-the-softmax",
+        4,
+        STEP,
+        "test_overlap_ping_pong",
+        "the turn is passed on when the softmax is done: the consumers run one after the other",
+        ("        _end_turn(order, WG, CONSUMERS, PING_PONG)\n", ""),
+        (
+            "        return _pack(weights, v.dtype), acc, m_i, l_i\n",
+            "        _end_turn(order, WG, CONSUMERS, PING_PONG)\n"
+            "        return _pack(weights, v.dtype), acc, m_i, l_i\n",
         ),
     ),
     waste(

@@ -549,7 +549,7 @@ if gluon is not None:
     def _maximum(s, m_i, scales):
         """The maximum with this block, and what sums so far are multiplied by: (ROWS,) each.
 
-        While weights stay below 2**SLACK an older maximum does as well, and the factor is 1.
+        While no weight exceeds 2**SLACK an older maximum does as well, and the factor is 1.
         """
         # Block 0 comes first and every row sees key 0: m_new is finite from there on.
         top = gl.max(s, 1)  # (ROWS,)
@@ -558,7 +558,10 @@ if gluon is not None:
 
     @gluon.jit
     def _weights(s, m_i, l_i, alpha, scales, FUSED: gl.constexpr):
-        """exp(s - m_i), with m_i of this block: (ROWS, BLOCK_N); and l_i with their sums."""
+        """exp2((s - m_i) * scales[0]): (ROWS, BLOCK_N); and l_i with their sums: (ROWS, 4).
+
+        m_i is what _maximum chose for this block.
+        """
         qk_scale, qk_step = scales
         if FUSED:
             # Where neighbouring scores differ by 16, f is a power of two: its products are exact.

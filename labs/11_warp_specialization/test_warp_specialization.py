@@ -372,11 +372,46 @@ def check_turns(work):
                 )
 
 
+def check_turns_are_short(work):
+    """A consumer passes the turn on before it waits for the products that it has started."""
+    for events in consumers(work):
+        held = False
+        for event in events:
+            if event.what == "product" and not event.registers:  # Q @ K
+                held = True
+            elif event.what == "arrive":
+                held = False
+            assert not (held and event.what == "product wait"), (
+                "ping-pong: the turn is to be passed on before you wait for your own product; here "
+                "the other consumer's products wait for this one's, and for its softmax"
+            )
+
+
+def check_order_of_loads(work, k, v):
+    """K one block ahead of V, the order in which consumers ask for them."""
+    loads = {}
+    for event in work.of("load"):
+        for name, tensor in (("K", k), ("V", v)):
+            if event.tensor.data_ptr() == tensor.data_ptr():
+                loads.setdefault(event.program, []).append((name, event.place[2]))
+    for program, got in loads.items():
+        rows = sorted({row for _, row in got})
+        want = [("K", rows[0])]
+        for before, row in itertools.pairwise(rows):
+            want += [("K", row), ("V", before)]
+        want.append(("V", rows[-1]))
+        assert got == want, (
+            f"program {program} loads K one block ahead of V, as they are asked for: want "
+            f"{want[:4]} ..., got {got[:4]} ..."
+        )
+
+
 def check_ping_pong(work_of):
     """What work_of(where, ping_pong) gives: turns with ping_pong, none without."""
     works = [work_of(where, True) for where in (LATE, MIXED, 5, 8)]
     for work in works:
         check_turns(work)
+        check_turns_are_short(work)
     turns, none = (len(work.of("arrive")) for work in (works[0], work_of(LATE, False)))
     assert turns > none, (
         f"with ping_pong there are more arrivals than without: got {turns} and {none}"
@@ -527,7 +562,13 @@ def test_overlap_maximum_falls_behind(lab, dtype):
     q[..., 1], k[..., 1] = 1.0, -oracle.inputs(T).abs()
     k[..., ::128, 1] = 0.0  # the largest of each block, exactly
     v = oracle.inputs(1, 1, T, 64, dtype=dtype)
-    check_attention(lab, OVERLAP, ONCE, q.to(dtype), k.to(dtype), v, scale=scale)
+    work = check_attention(lab, OVERLAP, ONCE, q.to(dtype), k.to(dtype), v, scale=scale)
+    moves = 64 * T // 6 * (0 + 1 + 2 + 2 + 2 + 2)  # of rows: 4 is never 8 behind, 7.9 is once
+    got = work.amount("times")
+    assert got == moves, (
+        f"a row's acc is multiplied when the maximum is more than SLACK = 8 powers of two behind, "
+        f"{moves:,} elements: got {got:,}"
+    )
 
 
 @step4
@@ -628,7 +669,9 @@ def test_overlap_softmax_stays_in_front(lab, causal):
 @step4
 def test_overlap_copies_ahead(lab):
     q, k, v = oracle.qkv(1, 1, 600, 64, dtype=F16)
-    check_loads_ahead(check_attention(lab, OVERLAP, (LATE,), q, k, v, stages=4), 8)
+    work = check_attention(lab, OVERLAP, (LATE,), q, k, v, stages=4)
+    check_loads_ahead(work, 8)
+    check_order_of_loads(work, k, v)
 
 
 @step4
@@ -930,7 +973,11 @@ def check_schedule(lab, n_m, n_heads, programs, group, lengths):
     assert len(plan) == programs, f"a list for each of {programs} programs: got {len(plan)}"
     tiles = sorted(itertools.chain(*plan))
     assert tiles == list(range(n_m * n_heads)), "each tile of each head exactly once"
-    assert all(plan), "each program has a tile"
+    without = [program for program, mine in enumerate(plan) if not mine]
+    assert not without, (
+        f"each program has a tile: programs {without[:5]} have none. Do the times at which they "
+        "are free go on from group to group?"
+    )
     return plan
 
 

@@ -58,17 +58,21 @@ def _allocate_shared_memory(element_ty, shape, layout, value=None):
 
 
 def _assigned_name() -> str:
-    """What the kernel calls the memory that it allocates now: "k_ring.full" for one that a helper
-    returns, assigned to `full` there and to `k_ring` by its caller."""
+    """What the kernel calls the memory that it allocates now.
+
+    "k_ring.full" for one that a helper returns, assigned to `full` there and to `k_ring` by its
+    caller; "_ring(k_desc).full" where the call stands in a list.
+    """
     names, frame = [], sys._getframe(2)
     file = frame.f_code.co_filename
     while frame is not None and frame.f_code.co_filename == file:
         text = linecache.getline(file, frame.f_lineno)
         assigned = re.match(r"\s*(\w+)\s*=", text)
-        if not assigned:
+        called = re.match(r"\s*(\w+\(\w+)\b", text) if names else None
+        if not assigned and not called:
             break
-        names.append(assigned[1])
-        frame = frame.f_back
+        names.append(assigned[1] if assigned else f"{called[1]})")
+        frame = frame.f_back if assigned else None
     return ".".join(reversed(names)) or "shared memory"
 
 

@@ -181,7 +181,7 @@ class Partition:
         self.stores: list[Store] = []  # not read yet, the oldest first
         self.waits_for: tuple[Shared, int] | None = None
         self.stands_back = False  # until the others can do no more
-        self.line = 0
+        self.line, self.calls = 0, ""
         self.error: BaseException | None = None
         self.done = False
 
@@ -294,6 +294,19 @@ class Program:
             frame = frame.f_back
         return frame.f_lineno if frame else 0
 
+    def calls(self):
+        """Where the kernel's file is, from the innermost call outwards: "line 9 in f, line 20"."""
+        frame, found, file = sys._getframe(1), [], None
+        while frame is not None:
+            code = frame.f_code
+            if file is None and os.path.dirname(code.co_filename) != HERE:
+                file = code.co_filename
+            if code.co_filename == file:
+                found.append((frame.f_lineno, code.co_name))
+            frame = frame.f_back
+        inner = [f"line {line} in {name}" for line, name in found[:-1]]
+        return ", from ".join([*inner, *(f"line {line}" for line, _ in found[-1:])])
+
     def point(self):
         """A moment at which something else may happen: called before each operation."""
         if self.stopping:
@@ -318,7 +331,7 @@ class Program:
         shared.ready()
         if parity not in (0, 1):
             raise GluonError(f"{shared.name}: a parity is 0 or 1, got {parity}: take `phase & 1`")
-        self.current.waits_for = shared, parity
+        self.current.waits_for, self.current.calls = (shared, parity), self.calls()
         if self.current.function is None:  # before warp_specialize, or without it
             while not self.current.can_run():
                 self.let_something_happen()
@@ -355,7 +368,7 @@ class Program:
             if bar.bytes < 0:
                 lacks += f"; {-bar.bytes:,} bytes more have landed than were expected"
             lines.append(
-                f"{p.name}, line {p.line}: waits for parity {parity} of {shared.name}, whose phase "
+                f"{p.name}, {p.calls}: waits for parity {parity} of {shared.name}, whose phase "
                 f"{bar.phase} lacks {lacks}"
             )
         return "\n".join(lines)

@@ -272,6 +272,11 @@ INTERPRETED = (
     "compiler does not: break, global variables, lists, f-strings, an `if` on a tile, helpers\n"
     "without @triton.jit, a variable whose dtype or shape changes in a loop."
 )
+EMULATED = (
+    "The emulator runs a kernel as Python. It lets through what the compiler does not: break,\n"
+    "lists, helpers without @gluon.jit, a variable whose type changes in a loop; numbers and\n"
+    "layouts that went through a name, or a tuple with a name, and are no constants any more."
+)
 UNLIMITED = (
     "The interpreter has no registers and no shared memory that could run out; a GPU has few."
 )
@@ -289,7 +294,7 @@ def explanation(bad: list[Compiled], total: int, file: Path) -> list[str]:
     lines += [f"  {line}" for line in complaint(first, file)]
     if hint(first.error):
         lines.append(f"  hint: {hint(first.error)}")
-    return [*lines, INTERPRETED] if first.kernel else lines
+    return [*lines, EMULATED if first.gluon else INTERPRETED] if first.kernel else lines
 
 
 # ---------------------------------------------------------------- the report

@@ -359,6 +359,42 @@ def test_a_deadlock_says_who_waits_for_what(seed):
     assert "lacks 1 of 1 arrivals" in text
 
 
+@gluon.jit
+def _pair(x):
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    return x, full
+
+
+@gluon.jit
+def _take(ring):
+    mbarrier.wait(ring[1].index(0), 0)
+
+
+@gluon.jit
+def _taker(rings, PLACE: gl.constexpr):
+    _take(rings[PLACE])
+
+
+@gluon.jit
+def _rings_kernel(k_ptr, v_ptr, PLACE: gl.constexpr):
+    rings = (
+        _pair(k_ptr),
+        _pair(v_ptr),
+    )
+    gl.warp_specialize([(_taker, (rings, PLACE)), (_taker, (rings, 0))], [4], [96])
+
+
+@pytest.mark.parametrize(("place", "name"), [(0, "k_ptr"), (1, "v_ptr")])
+def test_a_deadlock_says_from_where_and_which_ring(place, name):
+    x = torch.zeros(8)
+    with pytest.raises(Deadlock) as caught:
+        run(_rings_kernel, x, x.clone(), PLACE=place)
+    text = str(caught.value)
+    want = rf"_taker 0, line \d+ in _take, from line \d+: .* of _pair\({name}\)\.full\[0\]"
+    assert re.search(want, text), text
+
+
 def test_an_error_in_a_partition_ends_the_others():
     log = torch.full((1,), -1, dtype=torch.int32)
     with pytest.raises(GluonError, match="element 1 of log_ptr, which has 1"):
