@@ -461,6 +461,15 @@ STEP_3 = [
         "    return ((s - lse[..., None]).exp() @ v.float()).to(q.dtype), lse",
     ),
     waste(
+        "heads-in-turn",
+        3,
+        SIMPLE,
+        "test_producer_consumer_keeps_a_head_together",
+        "neighbouring programs work on different heads, and share no K and V",
+        ("m = gl.program_id(0) % n_m", "m = gl.program_id(0) // (gl.num_programs(0) // n_m)"),
+        ("bh = gl.program_id(0) // n_m", "bh = gl.program_id(0) % (gl.num_programs(0) // n_m)"),
+    ),
+    waste(
         "no-copies-ahead",
         3,
         FILL,
@@ -900,6 +909,58 @@ STEP_4 = [
             "            _fill(k_desc, k_ring, b, h, j * BLOCK_N, first + j, STAGES)\n",
         ),
     ),
+    bug(
+        "slack-of-16",
+        4,
+        MAXIMUM,
+        "test_overlap_maximum_falls_behind",
+        "the maximum may fall behind by 2**16, which float16 does not hold (handout section 5)",
+        ("> SLACK", "> 16.0"),
+    ),
+    bug(
+        "mask-very-low",
+        4,
+        MASK,
+        "test_overlap_scores_beyond_any_mask",
+        "-1e30 stands for -inf, and there are scores below it",
+        ('float("-inf")', "-1e30"),
+    ),
+    waste(
+        "k-kept-for-the-softmax",
+        4,
+        STEP,
+        "test_overlap_copies_ahead",
+        "K is given back behind the softmax, not behind its product",
+        ("        _give_back(k_ring, i, STAGES)\n", ""),
+        (
+            "        return _pack(weights, v.dtype), acc, m_i, l_i\n",
+            "        _give_back(k_ring, i, STAGES)\n"
+            "        return _pack(weights, v.dtype), acc, m_i, l_i\n",
+        ),
+    ),
+    waste(
+        "v-awaited-before-the-first-product",
+        4,
+        CONSUME_TILE,
+        "test_overlap_copies_ahead",
+        "block 0 waits for its V before its first product",
+        (
+            "        _begin_turn(order, first, WG, PING_PONG)\n",
+            "        _take(v_ring, first, BLOCK_N, D, STAGES)\n"
+            "        _begin_turn(order, first, WG, PING_PONG)\n",
+        ),
+    ),
+    waste(
+        "scaled-in-two-steps",
+        4,
+        WEIGHTS,
+        "test_overlap_arithmetic",
+        "each score is scaled by two factors, one after the other",
+        (
+            "(s - m_i[:, None]) * qk_scale",
+            "(s - m_i[:, None]) * (qk_scale / LOG2_E) * LOG2_E",
+        ),
+    ),
     waste(
         "turn-ends-behind-the-softmax",
         4,
@@ -1107,6 +1168,58 @@ STEP_5 = [
             "order = range(n_m * n_heads)",
             "order = [h * n_m + m for m in range(n_m) for h in range(n_heads)]",
         ),
+    ),
+    bug(
+        "third-consumer-never-rescales",
+        5,
+        STEP,
+        "test_hopper_attention_maximum_falls_behind",
+        "with three consumers acc keeps the scale of an older maximum",
+        (
+            "            acc = _collect(acc, alpha, v_ring, i, D, BLOCK_N, STAGES)\n"
+            "        weights",
+            "            one = gl.where(alpha >= 0.0, 1.0, alpha)\n"
+            "            acc = _collect(acc, one, v_ring, i, D, BLOCK_N, STAGES)\n"
+            "        weights",
+        ),
+    ),
+    waste(
+        "third-consumer-waits-at-once",
+        5,
+        STEP,
+        "test_hopper_attention_three_consumers",
+        "with three consumers P @ V is waited for before the mask and the maximum",
+        (
+            "        s = warpgroup_mma_wait(1, [s])  # (ROWS, BLOCK_N)\n",
+            "        if CONSUMERS == 3:\n"
+            "            s, acc = warpgroup_mma_wait(0, [s, acc])\n"
+            "        else:\n"
+            "            s = warpgroup_mma_wait(1, [s])  # (ROWS, BLOCK_N)\n",
+        ),
+    ),
+    waste(
+        "masks-of-two-consumers",
+        5,
+        BOUNDS,
+        "test_hopper_attention_three_consumers",
+        "full blocks are counted for tiles of 128 rows, whatever the consumers",
+        ("m * BLOCK_M // BLOCK_N", "m * 128 // BLOCK_N"),
+    ),
+    bug(
+        "fused-guard-early",
+        5,
+        WEIGHTS,
+        "test_hopper_attention_differences_of_large_scores",
+        "the power of two takes over where weights still depend on the scale (section 6)",
+        ("268435456.0", "1048576.0"),
+    ),
+    waste(
+        "schedule-lengths-alike",
+        5,
+        "_schedule_table",
+        "test_schedule_is_made_of_lengths",
+        "causal tiles are planned as if all were as long as one another",
+        ("1.0 + -(-end // block_n) for end in ends", "1.0 for end in ends"),
     ),
     waste(
         "last-round-half-empty",

@@ -423,8 +423,8 @@ def _check_attention(q, k, v, causal, scale):
     if D not in HEAD_DIMS:
         raise ValueError(f"head dim D must be 64 or 128: got {D}")
     scale = 1.0 / math.sqrt(D) if scale is None else float(scale)
-    if not 0.0 < scale < math.inf:
-        raise ValueError(f"scale must be a positive number: got {scale}")
+    if not 2.0**-126 <= scale < math.inf:
+        raise ValueError(f"scale must be a positive number that float32 holds: got {scale}")
     if B * H * -(-T // 64) >= 2**31:
         raise ValueError(f"B * H * T / 64 must be below 2**31: got B={B}, H={H}, T={T}")
     check_launch(q=q, k=k, v=v)

@@ -282,9 +282,15 @@ def check_huge_equal_scores(lab, name, T, sign, size=133120.0, **options):
             with running(where) as (device, _):
                 x = torch.full((1, 1, T, 64), size, dtype=BF16, device=device)
                 out, lse = getattr(lab, name)(x, sign * x, x, *args, **options)
+            got = out[0, 0, -1, 0].item()
+            why = (
+                "inf - inf or 0 / 0: does a state or a mask begin at a finite number?"
+                if math.isnan(got)
+                else "x * scale - round(max * scale) in one fused multiply-add is not 0; nor is a "
+                "finite number below all scores"
+            )
             assert bool((out == x).all()), (
-                f"equal scores weigh equally: want {size:g}, got {out[0, 0, -1, 0].item()}. "
-                "x * scale - round(max * scale) in one fused multiply-add is not 0"
+                f"equal scores weigh equally: want {size:g}, got {got}. {why}"
             )
             assert bool(torch.isfinite(lse).all()), "lse is the score itself here: finite"
 
@@ -305,7 +311,7 @@ def check_attention_rejects(lab, call, q, k, v):
     for args in bad.values():
         with pytest.raises(ValueError, match="got"):
             call(*args)
-    for scale in (0.0, -1.0, math.nan, math.inf):
+    for scale in (0.0, -1.0, 1e-46, math.nan, math.inf):
         with pytest.raises(ValueError, match="scale"):
             call(q, k, v, scale=scale)
 
@@ -351,6 +357,67 @@ def check_softmax_stays_in_front(work):
                 "between the softmax and the wait for P @ V an mbarrier must be waited for (the "
                 "next V): else the assembler moves the exponentials behind that product"
             )
+
+
+def check_k_goes_back(work):
+    """K is given back when its product has ended, not kept for the softmax."""
+    for events in consumers(work):
+        given_back = True
+        for event in events:
+            if event.what == "product" and not event.registers:  # Q @ K
+                given_back = False
+            given_back |= event.what == "arrive"
+            assert given_back or event.what != "exp2", (
+                "K goes back as soon as Q @ K has been waited for, and the next one is on its way "
+                "during the softmax: here it is kept until behind it"
+            )
+
+
+def check_first_waits(work):
+    """Before its first product a consumer waits for Q and K; for V only behind the softmax."""
+    for events in consumers(work):
+        kinds = [event.what for event in events]
+        product, softmax = kinds.index("product"), kinds.index("exp2")
+        waits = kinds[:product].count("wait"), kinds[product:softmax].count("wait")
+        assert waits == (2, 0), (
+            f"a consumer waits for Q and K before its first product, and for no V before the first "
+            f"softmax: want 2 and 0 waits, got {waits[0]} and {waits[1]}"
+        )
+
+
+def check_heads_in_order(work, q):
+    tiles = tiles_of(work, q)
+    order = [tiles[program][0] for program in sorted(tiles)]
+    want = sorted(order)
+    assert order == want, (
+        f"programs that run at the same time share a head's K and V: want (b, h, m) {want[:4]} "
+        f"..., got {order[:4]} ..."
+    )
+
+
+def lagging_qkv(dtype, D=64, T=384):
+    """(q, k, v, scale, moves): a key block's largest score passes the last one's by 2**powers.
+
+    Some powers are below SLACK = 8, some above, and some beyond what float16 weights could hold.
+    moves: so often is an element of acc multiplied, all rows together.
+    """
+    powers = torch.tensor([3.9, 7.9, 8.1, 16.0, 20.0, 40.0]).repeat(T // 6)
+    q, k = torch.zeros(1, 1, T, D), torch.zeros(1, 1, T, D)
+    q[..., 0], k[..., 0] = powers / 4, torch.arange(T) // 128
+    q[..., 1], k[..., 1] = 1.0, -oracle.inputs(T).abs()
+    k[..., ::128, 1] = 0.0  # the largest of each block, exactly
+    k[..., 128, 1] = -(2.0**-15)  # 16 powers less a little: a float16 weight would overflow
+    v = oracle.inputs(1, 1, T, D, dtype=dtype)
+    moves = D * T // 6 * (0 + 1 + 2 + 2 + 2 + 2)  # 3.9 is never 8 behind, 7.9 once
+    return q.to(dtype), k.to(dtype), v, 4 * math.log(2), moves  # 1 of q @ k is 4 powers
+
+
+def check_moves(work, moves):
+    got = work.amount("times")
+    assert got == moves, (
+        "a row's acc is multiplied where the maximum is more than SLACK = 8 powers of two behind, "
+        f"{moves:,} elements: got {got:,}"
+    )
 
 
 def check_turns(work):
@@ -477,6 +544,14 @@ def test_producer_consumer_copies_ahead(lab, stages):
     q, k, v = oracle.qkv(1, 1, 640, 64, dtype=F16)
     work = check_attention(lab, SIMPLE, (LATE,), q, k, v, stages=stages)
     check_loads_ahead(work, 2 * stages)
+    check_k_goes_back(work)
+    check_first_waits(work)
+
+
+@step3
+def test_producer_consumer_keeps_a_head_together(lab):
+    q, k, v = oracle.qkv(1, 2, 384, 64, dtype=F16)
+    check_heads_in_order(check_attention(lab, SIMPLE, (LATE,), q, k, v), q)
 
 
 @step3
@@ -550,25 +625,11 @@ def test_overlap_huge_equal_scores(lab, T, sign):
 
 @step4
 @half_dtypes
-def test_overlap_maximum_falls_behind(lab, dtype):
-    """Each block's largest score exceeds the last one's by as many powers of two as the row says.
-
-    Some below SLACK, some above, and some beyond what float16 weights could hold.
-    """
-    T, scale = 384, 4 * math.log(2)  # 1 of q @ k is 4 powers of two
-    powers = torch.tensor([4.0, 7.9, 8.1, 15.0, 20.0, 40.0]).repeat(T // 6)
-    q, k = torch.zeros(1, 1, T, 64), torch.zeros(1, 1, T, 64)
-    q[..., 0], k[..., 0] = powers / 4, torch.arange(T) // 128
-    q[..., 1], k[..., 1] = 1.0, -oracle.inputs(T).abs()
-    k[..., ::128, 1] = 0.0  # the largest of each block, exactly
-    v = oracle.inputs(1, 1, T, 64, dtype=dtype)
-    work = check_attention(lab, OVERLAP, ONCE, q.to(dtype), k.to(dtype), v, scale=scale)
-    moves = 64 * T // 6 * (0 + 1 + 2 + 2 + 2 + 2)  # of rows: 4 is never 8 behind, 7.9 is once
-    got = work.amount("times")
-    assert got == moves, (
-        f"a row's acc is multiplied when the maximum is more than SLACK = 8 powers of two behind, "
-        f"{moves:,} elements: got {got:,}"
-    )
+@pytest.mark.parametrize(("D", "block_n"), [(64, 128), (64, 64), (128, 128)])
+def test_overlap_maximum_falls_behind(lab, D, block_n, dtype):
+    q, k, v, scale, moves = lagging_qkv(dtype, D)
+    options = {"scale": scale, "block_n": block_n}
+    check_moves(check_attention(lab, OVERLAP, ONCE, q, k, v, **options), moves)
 
 
 @step4
@@ -585,6 +646,13 @@ def test_overlap_rescales_seldom(lab, causal):
         "with normal inputs no block's largest score exceeds block 0's by 8 powers of two, so the "
         f"older maximum stays and alpha is exactly 1: got {multiplied:,} elements of acc multiplied"
     )
+
+
+@step4
+@pytest.mark.parametrize("sign", [1, -1])
+def test_overlap_scores_beyond_any_mask(lab, sign):
+    for T in (20, 300):
+        check_huge_equal_scores(lab, OVERLAP, T, sign, 2.0**60)  # scores of 2**123 and more
 
 
 @step4
@@ -672,6 +740,9 @@ def test_overlap_copies_ahead(lab):
     work = check_attention(lab, OVERLAP, (LATE,), q, k, v, stages=4)
     check_loads_ahead(work, 8)
     check_order_of_loads(work, k, v)
+    work = check_attention(lab, OVERLAP, (LATE,), q, k, v, ping_pong=False)
+    check_k_goes_back(work)
+    check_first_waits(work)
 
 
 @step4
@@ -691,6 +762,18 @@ def test_overlap_longest_first(lab):
     order = [tiles[program][0] for program in sorted(tiles)]
     assert order == [(0, h, m) for h in range(2) for m in reversed(range(5))], (
         f"the longest tiles of a head first: got (b, h, m) {order}"
+    )
+    check_heads_in_order(check_attention(lab, OVERLAP, (LATE,), q, k, v), q)
+
+
+@step4
+def test_overlap_arithmetic(lab):
+    work = check_attention(lab, OVERLAP, (LATE,), *oracle.qkv(1, 1, 512, 64, dtype=F16))
+    scores, got = work.amount("exp2"), work.amount("arithmetic")
+    want = 2 * scores + 8 * 64 * 64 + 256 * work.softmaxes  # acc / l for 8 tiles; l_i, each softmax
+    assert got <= 1.1 * want, (
+        f"a subtraction and a multiplication for each of {scores:,} scores, and little else: want "
+        f"{want:,} operations on matrices, a tenth more at most, got {got:,}"
     )
 
 
@@ -785,6 +868,41 @@ def test_hopper_attention_three_consumers(lab, causal):
         f"3 programs, tiles of 192 rows: want {flops:,} FLOPs, got {work.programs} programs and "
         f"{work.flops:,}"
     )
+    masked = 2 * 3 * blocks_seen(600, 192, 128, causal)[1]
+    assert work.masked <= masked, f"tiles of 192 rows: {masked} masks, got {work.masked}"
+    for events in consumers(work):
+        steps = sum(e.what == "product" and e.registers and e.products > 0 for e in events)
+        beside = sum(e.what == "wait" and e.products == 1 for e in events)
+        assert beside >= steps, (
+            f"three consumers: P @ V runs while the mask and the maximum are computed, and is "
+            f"waited for behind V of this block, in each of {steps} steps: got {beside}"
+        )
+
+
+LAGGING = [
+    {"fused": True},
+    {"stages": 3, "ping_pong": False, "fused": True, "consumers": 3},
+    {"block_n": 64, "consumers": 3},
+]
+
+
+@step5
+@half_dtypes
+@pytest.mark.parametrize("changes", LAGGING, ids=["fused", "three", "three-64"])
+def test_hopper_attention_maximum_falls_behind(lab, changes, dtype):
+    q, k, v, scale, moves = lagging_qkv(dtype)
+    options = {"scale": scale, "config": lab.Config(**changes)}
+    check_moves(check_attention(lab, CONFIGURED, ONCE, q, k, v, **options), moves)
+
+
+@step5
+def test_hopper_attention_begins_each_tile_anew(lab):
+    """Scores of one head are near 500, those of the other near -500: no state is carried over."""
+    q, k, v = (x.clone() for x in oracle.qkv(1, 2, 300, 64, dtype=F16))
+    q[..., 0] = k[:, 0, :, 0] = 64.0
+    k[:, 1, :, 0] = -64.0
+    for causal in (False, True):
+        check_attention(lab, CONFIGURED, ONCE, q, k, v, causal, mps=1, config=lab.Config())
 
 
 @step5
@@ -813,6 +931,31 @@ def test_hopper_attention_huge_equal_scores(lab, fused, T, sign):
 @pytest.mark.parametrize("size", [4992.0, 39936.0])  # scores near 2e8 and 1e10
 def test_hopper_attention_large_equal_scores(lab, size):
     check_huge_equal_scores(lab, BEST, 150, 1, size)
+
+
+@step5
+@pytest.mark.parametrize("fused", [False, True])
+def test_hopper_attention_differences_of_large_scores(lab, fused):
+    """Scores far from 0 that float32 holds exactly: only their differences count."""
+    config, T = lab.Config(fused=fused), 128
+    v = oracle.inputs(1, 1, T, 64, dtype=F16)
+    below = -4.0 * (torch.arange(T) % 5)  # 3 powers of two, and 6, 9, 12
+    weights = torch.exp2(0.75 * below.double())
+    want = weights @ v[0, 0].double() / weights.sum()
+    for power in (19, 21, 23):
+        q, k = torch.zeros(1, 1, T, 64), torch.zeros(1, 1, T, 64)
+        q[..., 0], k[..., 0] = 2.0 ** (power // 2), 2.0 ** (power - power // 2)
+        q[..., 1], k[..., 1] = 1.0, below
+        with running(LATE):
+            out = lab.attention_persistent(q.half(), k.half(), v, False, 0.75 * math.log(2), config)
+        error = float((out[0].double() - want).abs().max())
+        assert error < 0.02, f"scores near 2**{power}: want an error below 0.02, got {error:.3g}"
+    q[..., 0] = k[..., 0] = 2.0**12
+    k[..., 1] = 0.0
+    k[..., 5, 1] = 2.0  # the next number above 2**24, and 32 powers of two more
+    with running(LATE):
+        out = lab.attention_persistent(q.half(), k.half(), v, False, 16 * math.log(2), config)[0]
+    assert torch.equal(out, v[..., 5:6, :].expand_as(out)), "one key outweighs all others"
 
 
 @step5
@@ -939,6 +1082,14 @@ def test_hopper_attention_ping_pong(lab):
 
 
 @step5
+@pytest.mark.parametrize("changes", LAGGING, ids=["fused", "three", "three-64"])
+def test_hopper_attention_rescales_seldom(lab, changes):
+    q, k, v = oracle.qkv(1, 1, 512, 64, dtype=F16)
+    config = lab.Config(**changes)
+    check_moves(check_attention(lab, CONFIGURED, (LATE,), q, k, v, True, config=config), 0)
+
+
+@step5
 def test_hopper_attention_fused_is_one_operation_a_score(lab):
     q, k, v = oracle.qkv(1, 1, 300, 64, dtype=F16)
 
@@ -966,6 +1117,10 @@ def test_hopper_attention_follows_its_input(lab):
     check_attention(lab, BEST, (LATE,), q, k, v)
     check_attention(lab, BEST, (LATE,), q, k, v, mps=5)
     check_kept((out, lse), kept)
+    x = oracle.inputs(1, 1, 70, 72, dtype=F16)[..., 1:65]  # TMA needs a copy of it
+    check_attention(lab, BEST, (LATE,), x, x, x)
+    x.copy_(oracle.inputs(1, 1, 70, 64, dtype=F16))
+    check_attention(lab, BEST, (LATE,), x, x, x)
 
 
 def check_schedule(lab, n_m, n_heads, programs, group, lengths):
@@ -1008,6 +1163,19 @@ def test_schedule_is_balanced_when_causal(lab, T, D):
     assert max(heads_in_turn) <= 132 // (group * n_m) + 1, (
         "the first tiles are of the first groups of heads: their keys share the cache"
     )
+
+
+@step5
+def test_schedule_is_made_of_lengths(lab):
+    """What the launcher asks of schedule: causal tiles as long as their blocks are many."""
+    cpu = torch.device("cpu")
+    table = lab._schedule_table(4096, 16, 132, 4, 128, 128, True, cpu).tolist()
+    loads = [
+        sum(tile % 32 + 2.0 for tile in table[start:stop])
+        for start, stop in itertools.pairwise(table[:133])
+    ]
+    balance = sum(loads) / 132 / max(loads)
+    assert balance > 0.95, f"causal, T = 4096: want a balance above 0.95, got {balance:.3f}"
 
 
 @step5
