@@ -58,16 +58,21 @@ def running(where, multiprocessors=gluon_emulator.MULTIPROCESSORS):
 
 
 @contextlib.contextmanager
-def named(where):
-    """A failure within the block also says where it happened."""
+def saying(line, *given):
+    """A failure within the block ends with what line(*given) gives, if it gives something."""
     try:
         yield
     except (AssertionError, gluon_values.GluonError) as error:
-        place = (
-            "on the card" if where == CARD else f"in the emulator, {SEEDS[where]} (seed {where})"
-        )
-        error.args = (f"{error}\n  {place}", *error.args[1:])
+        if more := line(*given):
+            error.args = (f"{error}\n  {more}", *error.args[1:])
         raise
+
+
+def named(where):
+    """A failure within the block also says where it happened."""
+    if where == CARD:
+        return saying(str, "on the card")
+    return saying(str, f"in the emulator, {SEEDS[where]} (seed {where})")
 
 
 # ---------------------------------------------------------------- step 1
@@ -249,32 +254,29 @@ def check_attention(lab, name, places, q, k, v, causal=False, scale=None, mps=3,
         with named(where), running(where, mps) as (device, work):
             x = (t if t.device.type == device else t.to(device) for t in (q, k, v))
             got = getattr(lab, name)(*x, *args, **options)
-            try:
+            rows = 64 * getattr(options.get("config"), "consumers", 2)
+            with saying(later_tiles, work, q, want[0], got[0], rows):
                 oracle.check_all(want, tuple(t.to(q.device) for t in got), name)
-            except AssertionError as error:
-                if work is not None and right_at_first(work, q, want[0], got[0]):
-                    error.args = (f"{error}\n  {LATER}", *error.args[1:])
-                raise
             check_stored(work, out=got[0], lse=got[1])
     return work
 
 
-LATER = (
-    "each program's first tile is right and later ones are not: what goes on from tile to tile "
-    "(`first`, `turn`, the list) does not, or what begins anew does not"
-)
-
-
-def right_at_first(work, q, want, out) -> bool:
-    """Whether errors are in no program's first tile, though in later ones."""
-    if tuple(out.shape) != tuple(q.shape):
-        return False
-    wrong = ((out.double() - want.value).abs() <= want.budget).logical_not().any(-1)  # (B, H, T)
-    found = {True: set(), False: set()}
-    for tiles in tiles_of(work, q).values():
-        for place, (b, h, m) in enumerate(tiles):
-            found[place == 0].add(bool(wrong[b, h, 128 * m : 128 * (m + 1)].any()))
-    return found[True] == {False} and True in found[False]
+def later_tiles(work, q, want, out, rows) -> str:
+    """A hint where no program's first tile has errors, and later ones have; else nothing."""
+    if work is None or out.shape != q.shape:
+        return ""
+    wrong = ~((out.double() - want.value).abs() <= want.budget).all(-1)  # (B, H, T); of NaN, too
+    first, later = [], []
+    for tiles in tiles_of(work, q, rows).values():
+        bad = [bool(wrong[b, h, rows * m : rows * (m + 1)].any()) for b, h, m in tiles]
+        first += bad[:1]
+        later += bad[1:]
+    if any(first) or not any(later):
+        return ""
+    return (
+        "each program's first tile is right and later ones are not: what goes on from tile to tile "
+        "(`first`, `turn`, the list) does not, or what begins anew does not"
+    )
 
 
 def check_layouts(lab, name, T, **options):
@@ -348,15 +350,15 @@ def consumers(work):
         yield [event for event in work.events if (event.program, event.partition) == who]
 
 
-def tiles_of(work, q):
-    """The tiles of 128 rows that each program loads of q, in order: [(b, h, m)] by program."""
+def tiles_of(work, q, rows=128):
+    """The tiles of so many rows that each program loads of q, in order: [(b, h, m)] by program."""
     tiles = {}
     for event in work.of("load"):
         if event.tensor.data_ptr() == q.data_ptr():
             b, h, row = event.place[:3]
             mine = tiles.setdefault(event.program, [])
-            if (b, h, row // 128) not in mine[-1:]:
-                mine.append((b, h, row // 128))
+            if (b, h, row // rows) not in mine[-1:]:
+                mine.append((b, h, row // rows))
     return tiles
 
 
@@ -368,32 +370,42 @@ def check_loads_ahead(work, least):
     )
 
 
+def is_scores(event):
+    """Whether it starts Q @ K; P @ V has its left operand in registers."""
+    return event.what == "product" and not event.registers
+
+
+def check_between(work, begins, between, ends, message):
+    """From an event that begins(event) a consumer comes to `between` before it comes to `ends`."""
+    for events in consumers(work):
+        seen = True
+        for event in events:
+            seen = (seen and not begins(event)) or event.what == between
+            assert seen or event.what != ends, message
+
+
 def check_softmax_stays_in_front(work):
     """See the handout, section 5: the assembler moves exponentials past wgmma's wait."""
-    for events in consumers(work):
-        held = True
-        for event in events:
-            if event.what == "exp2" and event.products:
-                held = False
-            held |= event.what == "wait"
-            assert held or event.what != "product wait", (
-                "between the softmax and the wait for P @ V an mbarrier must be waited for (the "
-                "next V): else the assembler moves the exponentials behind that product"
-            )
+    check_between(
+        work,
+        lambda event: event.what == "exp2" and event.products,
+        "wait",
+        "product wait",
+        "between the softmax and the wait for P @ V an mbarrier must be waited for (the next V): "
+        "else the assembler moves the exponentials behind that product",
+    )
 
 
 def check_k_goes_back(work):
     """K is given back when its product has ended, not kept for the softmax."""
-    for events in consumers(work):
-        given_back = True
-        for event in events:
-            if event.what == "product" and not event.registers:  # Q @ K
-                given_back = False
-            given_back |= event.what == "arrive"
-            assert given_back or event.what != "exp2", (
-                "K goes back as soon as Q @ K has been waited for, and the next one is on its way "
-                "during the softmax: here it is kept until behind it"
-            )
+    check_between(
+        work,
+        is_scores,
+        "arrive",
+        "exp2",
+        "K goes back as soon as Q @ K has been waited for, and the next one is on its way during "
+        "the softmax: here it is kept until behind it",
+    )
 
 
 def check_first_waits(work):
@@ -408,14 +420,13 @@ def check_first_waits(work):
         )
 
 
-def check_heads_in_order(work, q):
-    tiles = tiles_of(work, q)
-    order = [tiles[program][0] for program in sorted(tiles)]
-    want = sorted(order)
-    assert order == want, (
-        f"programs that run at the same time share a head's K and V: want (b, h, m) {want[:4]} "
-        f"..., got {order[:4]} ..."
-    )
+def check_order_of_programs(work, q, want, why):
+    """The tiles of programs 0, 1, ..., of which each has one."""
+    order = [tile for _, (tile,) in sorted(tiles_of(work, q).items())]
+    assert order == want, f"{why}: want (b, h, m) {want[:4]} ..., got {order[:4]} ..."
+
+
+TOGETHER = "programs that run at the same time share a head's K and V"
 
 
 def lagging_qkv(dtype, D=64, T=384):
@@ -450,7 +461,7 @@ def check_turns(work):
         for event in work.of("product"):
             if event.program != program:
                 continue
-            if not event.registers:  # Q @ K
+            if is_scores(event):
                 assert event.partition != turn, (
                     f"ping-pong: consumer {turn} starts Q @ K twice, and the other one had no turn"
                 )
@@ -464,17 +475,14 @@ def check_turns(work):
 
 def check_turns_are_short(work):
     """A consumer passes the turn on before it waits for the products that it has started."""
-    for events in consumers(work):
-        held = False
-        for event in events:
-            if event.what == "product" and not event.registers:  # Q @ K
-                held = True
-            elif event.what == "arrive":
-                held = False
-            assert not (held and event.what == "product wait"), (
-                "ping-pong: the turn is to be passed on before you wait for your own product; here "
-                "the other consumer's products wait for this one's, and for its softmax"
-            )
+    check_between(
+        work,
+        is_scores,
+        "arrive",
+        "product wait",
+        "ping-pong: the turn is to be passed on before you wait for your own product; here the "
+        "other consumer's products wait for this one's, and for its softmax",
+    )
 
 
 def check_order_of_loads(work, k, v):
@@ -574,7 +582,8 @@ def test_producer_consumer_copies_ahead(lab, stages):
 @step3
 def test_producer_consumer_keeps_a_head_together(lab):
     q, k, v = oracle.qkv(1, 2, 384, 64, dtype=F16)
-    check_heads_in_order(check_attention(lab, SIMPLE, (LATE,), q, k, v), q)
+    want = [(0, h, m) for h in range(2) for m in range(3)]
+    check_order_of_programs(check_attention(lab, SIMPLE, (LATE,), q, k, v), q, want, TOGETHER)
 
 
 @step3
@@ -781,12 +790,11 @@ def test_overlap_ping_pong(lab):
 @step4
 def test_overlap_longest_first(lab):
     q, k, v = oracle.qkv(1, 2, 600, 64, dtype=F16)
-    tiles = tiles_of(check_attention(lab, OVERLAP, (LATE,), q, k, v, True), q)
-    order = [tiles[program][0] for program in sorted(tiles)]
-    assert order == [(0, h, m) for h in range(2) for m in reversed(range(5))], (
-        f"the longest tiles of a head first: got (b, h, m) {order}"
-    )
-    check_heads_in_order(check_attention(lab, OVERLAP, (LATE,), q, k, v), q)
+    work = check_attention(lab, OVERLAP, (LATE,), q, k, v, True)
+    want = [(0, h, m) for h in range(2) for m in reversed(range(5))]
+    check_order_of_programs(work, q, want, "the longest tiles of a head first")
+    want = [(0, h, m) for h in range(2) for m in range(5)]
+    check_order_of_programs(check_attention(lab, OVERLAP, (LATE,), q, k, v), q, want, TOGETHER)
 
 
 @step4
@@ -854,7 +862,16 @@ def test_hopper_attention_head_dim_128(lab, causal):
     check_attention(lab, BEST, EVERYWHERE, *fenced_qkv(1, 3, 270, 128, dtype=BF16), causal, mps=2)
 
 
-CONFIGS = [
+def with_changes(*changes):
+    """Configurations by what they change of the default one."""
+    return pytest.mark.parametrize(
+        "changes", changes, ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items())
+    )
+
+
+@step5
+@causal_or_full
+@with_changes(
     {"stages": 4},
     {"block_n": 64, "stages": 4},
     {"block_n": 64, "ping_pong": False},
@@ -863,13 +880,6 @@ CONFIGS = [
     {"stages": 3, "fused": True, "ping_pong": False},
     {"stages": 3, "fused": True, "ping_pong": False, "consumers": 3},
     {"block_n": 64, "consumers": 3},
-]
-
-
-@step5
-@causal_or_full
-@pytest.mark.parametrize(
-    "changes", CONFIGS, ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items())
 )
 def test_hopper_attention_configurations(lab, changes, causal):
     config = lab.Config(**changes)
@@ -902,16 +912,16 @@ def test_hopper_attention_three_consumers(lab, causal):
         )
 
 
-LAGGING = [
+lagging = with_changes(
     {"fused": True},
     {"stages": 3, "ping_pong": False, "fused": True, "consumers": 3},
     {"block_n": 64, "consumers": 3},
-]
+)
 
 
 @step5
 @half_dtypes
-@pytest.mark.parametrize("changes", LAGGING, ids=["fused", "three", "three-64"])
+@lagging
 def test_hopper_attention_maximum_falls_behind(lab, changes, dtype):
     q, k, v, scale, moves = lagging_qkv(dtype)
     options = {"scale": scale, "config": lab.Config(**changes)}
@@ -1105,7 +1115,7 @@ def test_hopper_attention_ping_pong(lab):
 
 
 @step5
-@pytest.mark.parametrize("changes", LAGGING, ids=["fused", "three", "three-64"])
+@lagging
 def test_hopper_attention_rescales_seldom(lab, changes):
     q, k, v = oracle.qkv(1, 1, 512, 64, dtype=F16)
     config = lab.Config(**changes)
@@ -1146,6 +1156,12 @@ def test_hopper_attention_follows_its_input(lab):
     check_attention(lab, BEST, (LATE,), x, x, x)
 
 
+def balance(plan, length) -> float:
+    """What programs have to do on average, over what the busiest has: 1 is perfect."""
+    loads = [sum(map(length, tiles)) for tiles in plan]
+    return sum(loads) / len(loads) / max(loads)
+
+
 def check_schedule(lab, n_m, n_heads, programs, group, lengths):
     plan = lab.schedule(n_m, n_heads, programs, group, lengths)
     assert len(plan) == programs, f"a list for each of {programs} programs: got {len(plan)}"
@@ -1176,11 +1192,10 @@ def test_schedule_is_balanced_when_causal(lab, T, D):
     lengths = [m + 2.2 for m in range(n_m)]
     group = max(1, min(n_heads, lab.L2_BYTES // (4 * T * D)))
     plan = check_schedule(lab, n_m, n_heads, 132, group, lengths)
-    loads = [sum(lengths[tile % n_m] for tile in mine) for mine in plan]
-    balance = sum(loads) / 132 / max(loads)
-    assert balance >= 0.98, (
+    got = balance(plan, lambda tile: lengths[tile % n_m])
+    assert got >= 0.98, (
         f"132 programs should end at about the same time, 0.98 of the longest on average: got "
-        f"{balance:.3f}. Long tiles first, each to the program that is free first"
+        f"{got:.3f}. Long tiles first, each to the program that is free first"
     )
     heads_in_turn = [tile // n_m // group for mine in plan for tile in mine[:1]]
     assert max(heads_in_turn) <= 132 // (group * n_m) + 1, (
@@ -1193,12 +1208,9 @@ def test_schedule_is_made_of_lengths(lab):
     """What the launcher asks of schedule: causal tiles as long as their blocks are many."""
     cpu = torch.device("cpu")
     table = lab._schedule_table(4096, 16, 132, 4, 128, 128, True, cpu).tolist()
-    loads = [
-        sum(tile % 32 + 2.0 for tile in table[start:stop])
-        for start, stop in itertools.pairwise(table[:133])
-    ]
-    balance = sum(loads) / 132 / max(loads)
-    assert balance > 0.95, f"causal, T = 4096: want a balance above 0.95, got {balance:.3f}"
+    plan = [table[start:stop] for start, stop in itertools.pairwise(table[:133])]
+    got = balance(plan, lambda tile: tile % 32 + 2.0)
+    assert got > 0.95, f"causal, T = 4096: want a balance above 0.95, got {got:.3f}"
 
 
 @step5

@@ -120,6 +120,7 @@ def check_torch(f: Facts) -> Finding | None:
 
 
 def check_triton(f: Facts) -> Finding | None:
+    package = "triton-windows" if f.system == "Windows" else "triton"
     if f.triton is None:
         if f.system == "Darwin":
             return Finding(
@@ -127,10 +128,8 @@ def check_triton(f: Facts) -> Finding | None:
                 "no Triton: there is no build of it for macOS",
                 "the PyTorch parts run here, Triton tests skip; use Linux, WSL2 or Colab for them",
             )
-        package = "triton-windows" if f.system == "Windows" else "triton"
         return Finding(True, "Triton is not installed", f"pip install '{package}>=3.6'")
     if version(f.triton) < (3, 6):
-        package = "triton-windows" if f.system == "Windows" else "triton"
         return Finding(
             True,
             f"Triton {f.triton} is older than 3.6: kernels of labs 08 and 10 fail or return NaN",

@@ -179,9 +179,9 @@ class Partition:
         self.turn = threading.Semaphore(0)
         self.products: list[Product] = []  # in flight, the oldest first
         self.stores: list[Store] = []  # not read yet, the oldest first
-        self.waits_for: tuple[Shared, int] | None = None
+        self.waits_for: tuple[Shared, int, types.FrameType] | None = None  # barrier, parity, where
         self.stands_back = False  # until the others can do no more
-        self.line, self.calls = 0, ""
+        self.line = 0
         self.error: BaseException | None = None
         self.done = False
 
@@ -190,8 +190,27 @@ class Partition:
             return False
         if self.waits_for is None:
             return True
-        shared, parity = self.waits_for
+        shared, parity, _ = self.waits_for
         return shared.ready().phase & 1 != parity
+
+
+def _of_kernel(frame):
+    """The innermost frame, from this one outwards, that is the kernel's."""
+    while frame is not None and os.path.dirname(frame.f_code.co_filename) == HERE:
+        frame = frame.f_back
+    return frame
+
+
+def _calls(frame) -> str:
+    """Where a kernel's file is, from the innermost call outwards: "line 9 in f, from line 20"."""
+    frame, found = _of_kernel(frame), []
+    file = frame and frame.f_code.co_filename
+    while frame is not None:
+        if frame.f_code.co_filename == file:
+            found.append(f"line {frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    *inner, outer = found or ["line 0"]
+    return ", from ".join([*inner, outer.partition(" in ")[0]])  # it has the partition's name
 
 
 class _Abandoned(BaseException):
@@ -287,31 +306,12 @@ class Program:
 
     # -- time
 
-    def line_of_kernel(self):
-        """The line of the kernel's file that is being run."""
-        frame = sys._getframe(1)
-        while frame is not None and os.path.dirname(frame.f_code.co_filename) == HERE:
-            frame = frame.f_back
-        return frame.f_lineno if frame else 0
-
-    def calls(self):
-        """Where the kernel's file is, from the innermost call outwards: "line 9 in f, line 20"."""
-        frame, found, file = sys._getframe(1), [], None
-        while frame is not None:
-            code = frame.f_code
-            if file is None and os.path.dirname(code.co_filename) != HERE:
-                file = code.co_filename
-            if code.co_filename == file:
-                found.append((frame.f_lineno, code.co_name))
-            frame = frame.f_back
-        inner = [f"line {line} in {name}" for line, name in found[:-1]]
-        return ", from ".join([*inner, *(f"line {line}" for line, _ in found[-1:])])
-
     def point(self):
         """A moment at which something else may happen: called before each operation."""
         if self.stopping:
             raise _Abandoned
-        self.current.line = self.line_of_kernel()
+        frame = _of_kernel(sys._getframe(1))
+        self.current.line = frame.f_lineno if frame else 0
         if self.mood == "late":
             return
         while self.loads and (self.mood == "early" or self.random.random() < 0.2):
@@ -331,7 +331,7 @@ class Program:
         shared.ready()
         if parity not in (0, 1):
             raise GluonError(f"{shared.name}: a parity is 0 or 1, got {parity}: take `phase & 1`")
-        self.current.waits_for, self.current.calls = (shared, parity), self.calls()
+        self.current.waits_for = shared, parity, sys._getframe(1)
         if self.current.function is None:  # before warp_specialize, or without it
             while not self.current.can_run():
                 self.let_something_happen()
@@ -361,15 +361,15 @@ class Program:
         for p in self.partitions:
             if p.waits_for is None:
                 continue
-            shared, parity = p.waits_for
+            shared, parity, frame = p.waits_for
             bar = shared.ready()
             lacks = f"{bar.pending} of {bar.count} arrivals"
             lacks += f" and {bar.bytes:,} bytes" if bar.bytes > 0 else ""
             if bar.bytes < 0:
                 lacks += f"; {-bar.bytes:,} bytes more have landed than were expected"
             lines.append(
-                f"{p.name}, {p.calls}: waits for parity {parity} of {shared.name}, whose phase "
-                f"{bar.phase} lacks {lacks}"
+                f"{p.name}, {_calls(frame)}: waits for parity {parity} of {shared.name}, whose "
+                f"phase {bar.phase} lacks {lacks}"
             )
         return "\n".join(lines)
 
