@@ -771,8 +771,10 @@ def check_order(lab, run, group, causal, D, dtype, device, tiles=2, heads=3):
     want = lab.program_order(tiles, heads, group, causal)
     got = written_by_program(run, tiles, heads, D, dtype, device)
     assert got == want, (
-        f"(head, query tile) of each program: want {want}, got {got}; usual causes: not by "
-        "`_tile_of_program`, `group` not passed on, `heads` not B * H"
+        f"(head, query tile) of each program: `program_order` says {want}, the kernel computes "
+        f"{got}; usual causes in `_tile_of_program`: not from the last tile when causal, heads of "
+        "a group not in turn, the last group taken for a whole one; in the launcher: `group` not "
+        "passed on, `heads` not B * H"
     )
 
 
@@ -837,7 +839,8 @@ def test_makespan(lab):
         ([1] * 133, 132, 2),
     ):
         got = lab.makespan(work, slots)
-        assert got == want, f"{len(work)} pieces, the first of {work[0]}, {slots} slots: {got=}"
+        some = f"{work[:5]}{' ...' if work[5:] else ''}"
+        assert got == want, f"makespan({some}, {slots}), {len(work)} pieces: want {want}, got {got}"
     assert lab.makespan(range(1, 9), 4) > lab.makespan(range(8, 0, -1), 4), "long ones last wait"
 
 

@@ -72,7 +72,10 @@ def named(where):
     """A failure within the block also says where it happened."""
     if where == CARD:
         return saying(str, "on the card")
-    return saying(str, f"in the emulator, {SEEDS[where]} (seed {where})")
+    place = f"in the emulator, {SEEDS[where]} (seed {where})"
+    if where == LATE:
+        place += ": a tile that is used before it came, or given back too early, is NaN here"
+    return saying(str, place)
 
 
 # ---------------------------------------------------------------- step 1
@@ -448,9 +451,16 @@ def lagging_qkv(dtype, D=64, T=384):
 
 def check_moves(work, moves):
     got = work.amount("times")
+    why = (
+        "too often: the maximum moves though it is not as far behind"
+        if got > moves
+        else "too seldom: it stays though it is further behind"
+        if got
+        else "none: is acc rescaled by `_rescale`, given?"
+    )
     assert got == moves, (
         "a row's acc is multiplied where the maximum is more than SLACK = 8 powers of two behind, "
-        f"{moves:,} elements: got {got:,}"
+        f"{moves:,} elements: got {got:,}, {why}"
     )
 
 
@@ -512,7 +522,8 @@ def check_ping_pong(work_of):
         check_turns_are_short(work)
     turns, none = (len(work.of("arrive")) for work in (works[0], work_of(LATE, False)))
     assert turns > none, (
-        f"with ping_pong there are more arrivals than without: got {turns} and {none}"
+        "with ping_pong there are more arrivals than without, where nobody takes turns: got "
+        f"{turns} and {none}. Do `_begin_turn` and `_end_turn` look at PING_PONG?"
     )
 
 
@@ -1166,7 +1177,13 @@ def check_schedule(lab, n_m, n_heads, programs, group, lengths):
     plan = lab.schedule(n_m, n_heads, programs, group, lengths)
     assert len(plan) == programs, f"a list for each of {programs} programs: got {len(plan)}"
     tiles = sorted(itertools.chain(*plan))
-    assert tiles == list(range(n_m * n_heads)), "each tile of each head exactly once"
+    wanted = set(range(n_m * n_heads))
+    twice = sorted({a for a, b in itertools.pairwise(tiles) if a == b})
+    assert tiles == sorted(wanted), (
+        f"{n_m=}, {n_heads=}, {programs=}, {group=}: each tile of each head exactly once, as head "
+        f"* n_m + m: missing {sorted(wanted - set(tiles))[:5]}, twice {twice[:5]}, no such tile "
+        f"{sorted(set(tiles) - wanted)[:5]}"
+    )
     without = [program for program, mine in enumerate(plan) if not mine]
     assert not without, (
         f"each program has a tile: programs {without[:5]} have none. Do the times at which they "
@@ -1194,8 +1211,9 @@ def test_schedule_is_balanced_when_causal(lab, T, D):
     plan = check_schedule(lab, n_m, n_heads, 132, group, lengths)
     got = balance(plan, lambda tile: lengths[tile % n_m])
     assert got >= 0.98, (
-        f"132 programs should end at about the same time, 0.98 of the longest on average: got "
-        f"{got:.3f}. Long tiles first, each to the program that is free first"
+        "132 programs should end at about the same time: want the mean over the largest load at "
+        f"least 0.98, got {got:.3f}. Long tiles first, of each one of every head of the group in "
+        "turn, each to the program that is free first; a tile is head * n_m + m"
     )
     heads_in_turn = [tile // n_m // group for mine in plan for tile in mine[:1]]
     assert max(heads_in_turn) <= 132 // (group * n_m) + 1, (
@@ -1218,7 +1236,10 @@ def test_schedule_keeps_a_head_together_when_full(lab):
     plan = check_schedule(lab, 8, 4, 8, 2, [8.0] * 8)
     for turn in range(4):
         heads = {mine[turn] // 8 for mine in plan}
-        assert len(heads) == 1, f"8 programs, 8 tiles a head: turn {turn} has heads {sorted(heads)}"
+        assert len(heads) == 1, (
+            "where all lengths are alike, head by head, whatever `group` says: 8 programs, 8 tiles "
+            f"a head, want one head in turn {turn}, got {sorted(heads)}"
+        )
 
 
 @step5
