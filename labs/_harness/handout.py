@@ -148,7 +148,7 @@ def for_students(text: str) -> str:
 def student_readme(text: str) -> str:
     """README.md with a note and the students' first commands, not those that run the references."""
     title, _, rest = text.partition("\n")
-    shown = re.search(r"(?ms)^Run the main job.*?(?=^\| lab \|)", rest)
+    shown = re.search(r"(?ms)^Try it, with the benchmark.*?(?=^\| lab \|)", rest)
     if shown:
         install = re.search(r"(?m)^python3 .* && ", shown[0])[0]
         commands = FIRST_COMMANDS.lstrip().replace("INSTALL", install)
